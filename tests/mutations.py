@@ -332,7 +332,7 @@ MUTATIONS = {
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(
         "trainers/run/loop.py",
-        "(self.order.first(self.config.steps), held_out)",
+        "(self.order.first(self.config.total_steps), held_out)",
         "(self.order.first(1), held_out)",
         "tests/trainers/test_resume.py -k dpo-zero0",
     ),

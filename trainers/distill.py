@@ -32,7 +32,7 @@ from .data.reading import RowsLike
 from .data.rows import BadRow
 from .options import MAIN
 from .policy.evaluate import evaluate
-from .policy.options import SamplingRunConfig
+from .policy.options import ScoredRunConfig
 from .policy.policy import Policy
 from .policy.setup import SamplerFactory, read_inputs
 from .policy.teacher import (
@@ -47,10 +47,10 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import Sums
 from .scorers.load import check_scorers
-from .scorers.options import ScorerConfig, with_scorers
+from .scorers.options import with_scorers
 
 
-class DistillConfig(ScorerConfig, SamplingRunConfig):
+class DistillConfig(ScoredRunConfig):
     """On-policy distillation of a teacher into a student that has the same vocabulary."""
 
     command: ClassVar = "distill"
@@ -62,8 +62,6 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
         "prompts_per_step",
         "max_new_tokens",
     )
-    minibatches: ClassVar = 1
-    epochs: ClassVar = 1
 
     teacher: str | dict[str, str]
     """A causal language model with the student's tokens, or adapters to one: a Hub name, a local folder, or the URL of
@@ -195,7 +193,7 @@ def completion_as_sample(prompt: Prompt, max_tokens: int) -> Sample:
 
 
 def accumulate(
-    policy: Policy,
+    policy: Policy[DistillConfig],
     teachers: Mapping[str, Any],
     samples: list[Sample],
     step: int,
@@ -243,7 +241,7 @@ def accumulate(
 
 @torch.no_grad()
 def compare(
-    policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], count: int
+    policy: Policy[DistillConfig], teachers: Mapping[str, Any], samples: list[Sample], count: int
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Return `distill/*` of the first `count` responses of this rank, of all ranks, and of each of them the divergence
     and the tokens (count, 2); the others only make the ranks even.
@@ -259,7 +257,7 @@ def compare(
 
 
 def train_step(
-    policy: Policy,
+    policy: Policy[DistillConfig],
     teachers: Mapping[str, Any],
     prompts: list[Prompt],
     dataset_samples: list[Sample],

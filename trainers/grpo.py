@@ -26,6 +26,7 @@ import torch
 import fused_rl
 
 from .base import ranks
+from .base.options import PositiveInt
 from .base.text import InputError
 from .models import language_model, lora
 from .policy.before_update import BeforeUpdate, measure, micro_batches
@@ -42,6 +43,7 @@ from .policy.options import (
     MAIN,
     PolicyConfig,
     ReferenceConfig,
+    ScoredRunConfig,
     loss_options,
     needs_reference,
 )
@@ -63,19 +65,19 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import POLICY, Sums, means_of_updates, with_logged_names
 from .scorers.load import check_scorers
-from .scorers.options import (
-    ScorerConfig,
-    with_scorers,
-)
+from .scorers.options import with_scorers
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 
 
-class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
+class GRPOConfig(ScoredRunConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     """Group-relative policy optimisation of a causal language model on problems whose answers can be verified."""
 
     command: ClassVar = "grpo"
     main: ClassVar = (*MAIN, "group_size", "preset", "kl_coef")
+    # Of an option that several groups declare, pydantic takes the first group's.
+    group_size: PositiveInt = 8
+    """Responses per prompt."""
     old_logprobs: Literal["sampler"] | None = None
     """Compute ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
     rollout_correction; None takes those of the policy before the update."""
@@ -116,7 +118,7 @@ def trains_before_measuring(config: GRPOConfig, rollout: Rollout) -> bool:
 
 
 def measure_first(
-    policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int
+    policy: Policy[GRPOConfig], groups: Groups, updates: list[list[torch.Tensor]], step: int
 ) -> BeforeUpdate:
     """The baselines of ratios and KL, measured before the first update unless its pass gives them."""
     config = policy.config
@@ -128,7 +130,7 @@ def measure_first(
 
 
 def update(
-    policy: Policy,
+    policy: Policy[GRPOConfig],
     groups: Groups,
     measured: BeforeUpdate,
     advantages: torch.Tensor,
@@ -174,7 +176,9 @@ class Included(NamedTuple):
     """Responses with a token that is trained on."""
 
 
-def loss_mask_and_denominators(policy: Policy, groups: Groups, minibatch: torch.Tensor) -> Included:
+def loss_mask_and_denominators(
+    policy: Policy[GRPOConfig], groups: Groups, minibatch: torch.Tensor
+) -> Included:
     """Return what is trained on of the responses at the CPU indices `minibatch`."""
     # Responses that were cut may be left out: https://arxiv.org/abs/2503.14476, section 3.4.
     batch = groups.rollout.batch
@@ -188,7 +192,7 @@ def loss_mask_and_denominators(policy: Policy, groups: Groups, minibatch: torch.
 
 
 def accumulate(
-    policy: Policy,
+    policy: Policy[GRPOConfig],
     groups: Groups,
     measured: BeforeUpdate,
     advantages: torch.Tensor,
@@ -214,7 +218,7 @@ def accumulate(
     )
     rows = indices.to(policy.device, non_blocking=True)
     loss_options = with_entropy_threshold(
-        policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows]
+        config.loss_options(config.kl_coef), measured.entropy[rows], mask[rows]
     )
     lengths = group_lengths(mask.sum(1), config.group_size)
 
@@ -261,7 +265,7 @@ def accumulate(
 
 
 def train_step(
-    policy: Policy,
+    policy: Policy[GRPOConfig],
     prompts: list[Prompt],
     step: int,
     draw_more: Callable[[int], list[Prompt]] | None = None,
@@ -270,7 +274,7 @@ def train_step(
     # Sample and score groups; new ones for those without a signal: arXiv:2503.14476, section 3.2.
     config = policy.config
     began = time.monotonic()
-    groups = collect(policy, prompts, draw_more, step)
+    groups = collect(config, policy, prompts, draw_more, step)
     policy.rest()
     sampled_at = time.monotonic()
 
@@ -279,13 +283,14 @@ def train_step(
     divide = functools.partial(policy.divide, groups.rollout.batch, together=together)
     updates = plan(config, len(groups.included), divide, together)
     measured = measure_first(policy, groups, updates, step)
-    mismatch = policy.mismatch(groups.rollout, measured.old_logprobs)
+    mismatch = policy.mismatch(groups.rollout, measured.old_logprobs, loss_options(config))
 
     # Rewards, less the KL if they pay for it, as in arXiv:2402.14740; and advantages.
     rewards = groups.rollout.rewards.to(policy.device, non_blocking=True)
     kl_of_responses = None
     if config.kl_in == "reward":  # with a coefficient, as the config has checked
         mask = groups.rollout.batch.response_mask
+        assert measured.ref_logprobs is not None
         token_kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
         kl_of_responses = fused_rl.masked_sum(token_kl, mask, 1)
         rewards = rewards - config.kl_coef * kl_of_responses

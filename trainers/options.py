@@ -156,6 +156,10 @@ class RowsConfig(Options):
     )
 
 
+class PromptConfig(RowsConfig, LoadConfig):
+    """What an encoder reads: rows, and the model whose tokens they become."""
+
+
 class DataConfig(RowsConfig):
     """The rows that are held out."""
 
@@ -241,6 +245,12 @@ class StepsConfig(Options):
     """Order of the rows: shuffled anew in each pass, or `file`, as they stand in the dataset."""
 
     @property
+    def total_steps(self) -> int:
+        """Return `steps`, which are known when the rows are read."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
     def rows_per_step(self) -> int:
         """Return the value of `batch_option`."""
         return getattr(self, self.batch_option)
@@ -281,7 +291,7 @@ MAIN = (
 )
 
 
-class RunConfig(StepsConfig, OutputConfig, TrainingConfig, DataConfig, ModelConfig):
+class RunConfig(StepsConfig, OutputConfig, TrainingConfig, DataConfig, PromptConfig, ModelConfig):
     """The options of every trainer."""
 
     seed: Seed = 1

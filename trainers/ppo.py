@@ -33,7 +33,7 @@ from .models.reward_model import save_reward_model
 from .policy.before_update import measure, micro_batches
 from .policy.critic import (
     CreditConfig,
-    CriticConfig,
+    CriticRunConfig,
     Experience,
     KLController,
     advantages_and_returns,
@@ -43,7 +43,7 @@ from .policy.critic import (
     values_of,
 )
 from .policy.evaluate import evaluate
-from .policy.options import MAIN, PolicyConfig, loss_options
+from .policy.options import MAIN, PolicyConfig, ScoredRunConfig, loss_options
 from .policy.policy import (
     Policy,
     group_lengths,
@@ -61,13 +61,10 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import PPO, Sums, means_of_updates, with_logged_names
 from .scorers.load import check_scorers
-from .scorers.options import (
-    ScorerConfig,
-    with_scorers,
-)
+from .scorers.options import with_scorers
 
 
-class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
+class PPOConfig(ScoredRunConfig, CreditConfig, CriticRunConfig, PolicyConfig):
     """Proximal policy optimisation of a causal language model against any scorers, with a critic."""
 
     command: ClassVar = "ppo"
@@ -107,7 +104,11 @@ def batch_plan(config: PPOConfig, world: int) -> dict[str, object]:
 
 @torch.no_grad()
 def judge(
-    policy: Policy, critic, rollout: Rollout, first_pass: list[torch.Tensor], kl_coef: float
+    policy: Policy[PPOConfig],
+    critic,
+    rollout: Rollout,
+    first_pass: list[torch.Tensor],
+    kl_coef: float,
 ) -> Experience:
     """Return what both models say before the update, in the micro-batches of the first pass, and what tokens earned."""
     # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
@@ -127,6 +128,7 @@ def judge(
     if config.missing_eos_score is not None:
         cut_rewards = torch.full_like(cut_rewards, config.missing_eos_score)
     scores = torch.where(rollout.stopped, rollout.rewards, cut_rewards - config.missing_eos_penalty)
+    assert measured.ref_logprobs is not None  # a reference is always loaded
     kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
     rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     # What is not trained on must not move the mean of the advantages, so it is masked before.
@@ -137,7 +139,7 @@ def judge(
 
 
 def update(
-    policy: Policy,
+    policy: Policy[PPOConfig],
     critic,
     experience: Experience,
     updates: list[list[torch.Tensor]],
@@ -173,7 +175,7 @@ def update(
 
 
 def accumulate(
-    policy: Policy,
+    policy: Policy[PPOConfig],
     critic,
     experience: Experience,
     minibatch: list[torch.Tensor],
@@ -188,7 +190,7 @@ def accumulate(
     # The denominators are of the minibatch over all ranks: no split of it changes the loss.
     num_tokens, num_sequences = global_counts(mask.sum(), torch.tensor(len(rows)))
     loss_options = with_entropy_threshold(
-        policy.loss_options(kl_coef), experience.measured.entropy[rows], mask
+        config.loss_options(kl_coef), experience.measured.entropy[rows], mask
     )
     lengths = group_lengths(experience.mask.sum(1), config.group_size)
 
@@ -225,7 +227,7 @@ def accumulate(
 
 
 def train_step(
-    policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef: float
+    policy: Policy[PPOConfig], critic, prompts: list[Prompt], step: int, kl_coef: float
 ) -> dict[str, float]:
     """Roll out, score, judge, update; returns the step's metrics."""
     # Sample and score: https://arxiv.org/abs/2403.17031.
@@ -240,7 +242,7 @@ def train_step(
     updates = plan(config, len(rollout.samples), divide)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
-    mismatch = policy.mismatch(rollout, experience.measured.old_logprobs)
+    mismatch = policy.mismatch(rollout, experience.measured.old_logprobs, loss_options(config))
     judged_at = time.monotonic()
 
     # Train; the sampler gets the new weights.

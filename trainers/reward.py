@@ -240,13 +240,12 @@ def train(
 
 def _load(config: RewardConfig, device: torch.device) -> tuple:
     """Return the engine with the model, and what shared prompts cost in it or None."""
-    assert config.steps is not None  # resolved
     with phase("loaded the model"):
         model = load_reward_model(config, device)
         longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
         costs = packing_costs(model.classifier, longest, config.share_prompts, **options)
-        return engine.initialize(model, config, config.steps), costs
+        return engine.initialize(model, config, config.total_steps), costs
 
 
 main = functools.partial(command.run, RewardConfig, train)

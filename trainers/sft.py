@@ -270,7 +270,6 @@ def train(
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, batch_plan, on_step)
     config = run.read(config, encoded, dataset, eval_dataset)
-    assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         # This tries whether packing leaves hidden states as they are, while the weights are whole.
@@ -278,7 +277,7 @@ def train(
         costs = packing_costs(
             lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
         )
-        model = engine.initialize(lm, config, config.steps)
+        model = engine.initialize(lm, config, config.total_steps)
         run.fit_micro_batches(model)
     # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = run.tokenizer.pad_token_id

@@ -114,7 +114,7 @@ def accumulated(folder, exact, **options):
     config = config_of(folder, **options)
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact.responses, exact.scores)
-    drawn = groups.collect(made, exact.prompts, None, 1)
+    drawn = groups.collect(made.config, made, exact.prompts, None, 1)
     advantages = groups.advantages_of(
         config, drawn.rollout.rewards, drawn.included, drawn.rollout, ()
     )

@@ -109,7 +109,7 @@ def drawn_by(config, numbers, rank=0, world=1):
         return prompts_of(*taken[rank::world])
 
     first = prompts_of(*numbers[: config.prompts_per_step][rank::world])
-    drawn = groups.collect(made, first, more, 1)
+    drawn = groups.collect(made.config, made, first, more, 1)
     of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
     return drawn, of_groups, refills
 

@@ -208,7 +208,7 @@ def test_an_update_without_tokens_changes_no_mean_of_tokens(folder, exact):
     for updates in ([others], [others, cut], [cut, others]):
         made = fake_policy(config, Plain(tiny.load_lm(config)), exact.responses, exact.scores)
         made.optimizer_step = lambda step: {"lr": 0.0}
-        drawn = groups.collect(made, exact.prompts, None, 1)
+        drawn = groups.collect(made.config, made, exact.prompts, None, 1)
         measured = measured_of(exact, drawn.rollout.batch)
         found.append(grpo.update(made, drawn, measured, torch.ones(8), updates, 1))
     alone, before, after = found
@@ -229,7 +229,7 @@ def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estima
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact.responses, exact.scores)
-    drawn = groups.collect(made, exact.prompts, None, 1)
+    drawn = groups.collect(made.config, made, exact.prompts, None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
     charged = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask).sum(1)
     expected = ((exact.old - exact.ref) ** power / power).sum(1)

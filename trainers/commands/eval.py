@@ -30,7 +30,7 @@ from ..data import encode
 from ..data.examples import Examples
 from ..data.reading import RowReport, RowsLike, chosen_rows
 from ..models import language_model
-from ..options import LoadConfig, RowsConfig
+from ..options import PromptConfig
 from ..policy.evaluate import HeldOut, held_out_share, results_of, say_signal
 from ..rollouts.generate import TransformersSampler
 from ..rollouts.options import SamplingConfig
@@ -57,7 +57,7 @@ PROMPTING = (
 )
 
 
-class EvalConfig(ScorerConfig, SamplingConfig, RowsConfig, LoadConfig):
+class EvalConfig(ScorerConfig, SamplingConfig, PromptConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response.
 
     Scorers, and options of prompts, that are not given are those of the run that made the model.

@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..base.files import adapter_config, base_of_adapters, check_exists, hash_of
 from ..base.text import InputError, in_a_line
+from ..options import PromptConfig
 from .forms import FIX, Message, Prompt, RowReader, conversation
 from .rows import BadRow
 from .templates import (
@@ -122,7 +123,7 @@ class Encoder:
         chat_template_kwargs=None,
         stop_ids: Collection[int] = (),
     ):
-        """Take the options of `DataConfig` by name, and the ids that end a response beside the tokenizer's EOS."""
+        """Take the options of `RowsConfig` by name, and the ids that end a response beside the tokenizer's EOS."""
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template_kwargs = chat_template_kwargs or {}
@@ -155,8 +156,8 @@ class Encoder:
         self._pieces = re.compile("|".join(map(re.escape, begins)) or r"(?!)")
 
     @classmethod
-    def of(cls, config: Any, tokenizer) -> "Encoder":
-        """Return the encoder that a config describes, by its model and the options of `DataConfig`."""
+    def of(cls, config: PromptConfig, tokenizer) -> "Encoder":
+        """Return the encoder that a config describes, by its model and the options of its rows."""
         return cls(
             tokenizer,
             raw_prompt=config.raw_prompt,

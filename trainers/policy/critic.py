@@ -8,7 +8,7 @@ one layer, distributions over values, and a value head on the backbone of the po
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,6 +30,7 @@ from ..base.screen import phase
 from ..data.batch import Batch
 from ..models.packing import unpad
 from ..models.reward_model import Critic, check_reads_policy, load_reward_model
+from ..options import RunConfig
 from ..rollouts.roll_out import rollout_metrics
 from ..rollouts.solved import win_rate
 from ..rollouts.types import Rollout
@@ -58,7 +59,11 @@ class CriticConfig(OptimConfig):
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
 
-def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
+class CriticRunConfig(CriticConfig, RunConfig):
+    """What the critic is loaded and trained by."""
+
+
+def load_critic(config: CriticRunConfig, tokenizer, device: torch.device, updates: int):
     """Return the critic in a DeepSpeed engine with an optimizer of its own, for `updates` optimizer steps.
 
     Raises:

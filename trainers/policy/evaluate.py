@@ -16,6 +16,7 @@ from ..rollouts.types import Prompt, Rollout, Sample, Scorer
 from ..run.metrics import EMPTY, Evaluation
 from .before_update import measure
 from .groups import spread
+from .options import SamplingRunConfig
 from .policy import SHOWN, Policy
 
 
@@ -37,7 +38,7 @@ def held_out_share(prompts: Sequence[Prompt]) -> HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy,
+    policy: Policy[SamplingRunConfig],
     held_out: HeldOut,
     further: Callable[[list[Sample], int], tuple[dict[str, float], torch.Tensor]] | None = None,
     *,

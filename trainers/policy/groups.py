@@ -16,7 +16,7 @@ import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
 
 from ..base import ranks
-from ..base.options import NonNegativeInt, PositiveInt, Requirement
+from ..base.options import NonNegativeInt, Requirement
 from ..base.text import InputError
 from ..rollouts.roll_out import batch_of, rollout_metrics
 from ..rollouts.types import Prompt, Rollout, Scorer
@@ -30,8 +30,6 @@ MAX_REFILLS = 3  # further rollouts in a step, each of as many prompts as groups
 class GroupConfig(LossConfig, RolloutConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
 
-    group_size: PositiveInt = 8
-    """Responses per prompt."""
     advantage: ResponseAdvantage | None = None
     """How rewards become advantages (docs/losses.md); None is the preset's."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
@@ -187,6 +185,7 @@ class Groups:
 
 
 def collect(
+    config: GroupConfig,
     policy: Policy,
     prompts: list[Prompt],
     draw_more: Callable[[int], list[Prompt]] | None,
@@ -195,12 +194,12 @@ def collect(
     """Sample and score the groups of a step, and choose those that are trained on.
 
     Args:
+        config: the options of groups.
         policy: the policy to sample.
         prompts: this rank's prompts of the step.
         draw_more: returns this rank's share of a number of further prompts, for refills; None without refills.
         step: the number of the step.
     """
-    config = policy.config
     wanted = config.prompts_per_step
     refills = MAX_REFILLS if config.zero_variance == "refill" else 0
 

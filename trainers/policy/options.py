@@ -25,6 +25,7 @@ from ..base.options import (
 from ..base.text import InputError, load_function, users_function
 from ..options import RunConfig
 from ..rollouts.options import SamplerConfig
+from ..scorers.options import ScorerConfig
 
 # Of a single surrogate, which `surrogate_options` has; a threshold in nats, which a run computes by `top_entropy`; and
 # impossible tokens, which no sampler draws.
@@ -111,6 +112,11 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
     )
 
     @property
+    def updates_per_step(self) -> int:
+        """The optimizer updates on a rollout."""
+        return 1
+
+    @property
     def trained_column(self) -> str | None:
         """The column of completions that are trained on beside sampled ones; None if all responses are sampled."""
         return None
@@ -127,8 +133,16 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
         return self.max_new_tokens
 
 
+class ScoredRunConfig(ScorerConfig, SamplingRunConfig):
+    """Rollouts that are scored."""
+
+
 class PolicyConfig(LossConfig, SamplingRunConfig):
     """Rollouts, their evaluation, and the policy loss."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.minibatches * self.epochs
 
     @property
     def may_divide_updates(self) -> bool:
@@ -180,6 +194,12 @@ class KLConfig(LossConfig):
         # gradient of the KL itself.
         in_the_loss = fused_rl.PolicyLossOptions.kl_estimator
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else in_the_loss)
+
+    def loss_options(self, kl_coef: float) -> PolicyLossOptions:
+        """Return the options of the loss with `kl_coef` as the weight of the KL."""
+        # A KL that is already subtracted from the rewards must not be counted again in the loss.
+        in_loss = kl_coef if self.kl_in == "loss" else 0.0
+        return loss_options(self, kl_estimator=self.estimator, kl_coef=in_loss)
 
     def kl_of_tokens(
         self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor

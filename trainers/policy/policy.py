@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -30,7 +30,7 @@ from ..rollouts.mismatch import check_bound, mismatch
 from ..rollouts.roll_out import roll_out, sample_rows_of
 from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
-from .options import LossConfig, loss_options
+from .options import LossConfig, SamplingRunConfig
 from .reference import Reference
 
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
@@ -54,12 +54,15 @@ class PolicyOutput(NamedTuple):
     """(b, T - 1) nats, the exact divergence from that reference."""
 
 
+Config = TypeVar("Config", bound=SamplingRunConfig, covariant=True)
+
+
 @dataclass
-class Policy:
+class Policy(Generic[Config]):
     """A policy in training, with all that is needed to sample from it and to score its samples."""
 
-    config: Any
-    """The options of its trainer, a `PolicyConfig`."""
+    config: Config
+    """The options of its trainer."""
     model: Any
     """The DeepSpeed engine around a `LanguageModel`."""
     reference: Reference | None
@@ -154,28 +157,25 @@ class Policy:
         """
         language_model.save_lm(self.model, self.tokenizer, folder, merged=merged)
 
-    def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
+    def mismatch(
+        self, rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions
+    ) -> dict[str, float]:
         """Return metrics of how far the sampler's log-probabilities are from the policy's.
 
-        `old_logprobs` are (B, T - 1) nats. The dict is empty if the sampler reports none.
+        `old_logprobs` are (B, T - 1) nats, and `options` those of the loss. The dict is empty if the sampler reports
+        none.
 
         Raises:
             InputError: those of a server are too far from the policy's.
         """
         # The difference is measured before any correction, which would hide a sampler with other weights.
-        metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
+        metrics = mismatch(rollout, old_logprobs, options)
         if metrics and self.published is not None:
             metrics["rollout/weight_version"] = float(self.published)
         # With `lag` the weights differ by more than rounding, so that only the probe can verify them.
         if self.config.server is not None and not self.config.lag:
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
-
-    def loss_options(self, kl_coef: float) -> PolicyLossOptions:
-        """Return the options of the loss with `kl_coef` as the weight of the KL."""
-        # A KL that is already subtracted from the rewards must not be counted again in the loss.
-        in_loss = kl_coef if self.config.kl_in == "loss" else 0.0
-        return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, also start to sample the rollouts of later steps, up to `lag` steps ahead.
@@ -187,7 +187,7 @@ class Policy:
             # A `LaggedSampler`, which is imported only where there is a lag.
             self.published = cast(Any, self.sampler).begin(
                 step,
-                self.config.steps,
+                self.config.total_steps,
                 prompts_of,
                 self.config.group_size,
                 lambda n: replace(self.sampling, seeds=self.seeds.draw(n)),
@@ -217,7 +217,7 @@ class Policy:
             self.device,
             copies=copies,
             vocab=vocab,
-            progress=Progress(self.trained_steps, self.config.steps, self.steps_per_epoch),
+            progress=Progress(self.trained_steps, self.config.total_steps, self.steps_per_epoch),
         )
         if sampling.temperature and seeds is None:
             count, seed = SHOWN // 2, f"{self.config.seed} {self.published}"

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from ..run.metrics import EMPTY
 from ..run.store import remove_at_end
 from ..scorers.load import load_scorers
 from .evaluate import HeldOut, held_out_share
-from .options import PolicyConfig, SamplingRunConfig
+from .options import PolicyConfig, SamplingRunConfig, ScoredRunConfig
 from .policy import Policy
 from .reference import PolicyWithoutAdapters, Reference
 
@@ -58,7 +58,7 @@ def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
         problem = f"minibatches={config.minibatches} does not divide the {local} responses of each process"
         raise InputError(f"{problem}; choose a number that does")
     minibatch = local // config.minibatches
-    updates = config.minibatches * config.epochs
+    updates = config.updates_per_step
     largest = config.micro_batch_size
     if config.micro_batch_tokens is not None:
         # The sequences are taken to be as long as they may be.
@@ -81,12 +81,15 @@ def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
     }
 
 
+Config = TypeVar("Config", bound=ScoredRunConfig)
+
+
 @dataclass
-class Inputs:
+class Inputs(Generic[Config]):
     """A run and all that it has read, except its models."""
 
     run: Run
-    config: Any
+    config: Config
     """The options, in which the number of steps and the scorers are resolved."""
     tokenizer: Any
     scorers: Sequence[Scorer]
@@ -98,7 +101,7 @@ class Inputs:
     @property
     def updates(self) -> int:
         """The number of optimizer updates in the whole run, by which learning rates are scheduled."""
-        return self.config.steps * self.config.minibatches * self.config.epochs
+        return self.config.total_steps * self.config.updates_per_step
 
     def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
         """Return this rank's share of the prompts at `indices`."""
@@ -119,7 +122,7 @@ class Inputs:
         packing: bool | None = False,
         needs_reference: bool = True,
         frozen: bool = False,
-    ) -> Policy:
+    ) -> Policy[Config]:
         """Return the policy in a DeepSpeed engine, with its reference and its sampler. All ranks must call this.
 
         Args:
@@ -168,17 +171,17 @@ class Inputs:
 
 
 def read_inputs(
-    config: Any,
+    config: Config,
     batch_plan: Callable,
     rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
     on_step: OnStep | None = None,
-) -> Inputs:
+) -> Inputs[Config]:
     """Begin a run, read all but its models, and compare that with the other processes and with a resumed run.
 
     Args:
-        config: the options, a `SamplingRunConfig` that is a `ScorerConfig` too.
+        config: the options.
         batch_plan: returns how the batch divides, such as `rollout_batch_plan`.
         rows: the training rows and the held-out rows, if they come from Python.
         sampler: a sampler from Python.
@@ -203,7 +206,7 @@ def read_inputs(
     config = run.check_inputs(
         config,
         tokenizer,
-        config.reward_models() | models,
+        {**config.reward_models(), **models},
         rows=prompts,
         held_out=held_out,
         scorers_read=answer.get("columns", answer),

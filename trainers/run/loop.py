@@ -214,11 +214,11 @@ class Run:
         digests = {name: examples.digests for name, examples in self.others.items()}
         return self.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out, **digests)
 
-    def load(self, load: Callable[[Config, Any], Any]) -> Any:
+    def load(self, load: Callable[[Any, torch.device], Any]) -> Any:
         """Return the engine of the model that `load(config, device)` returns, with micro-batches that fit."""
-        config: Any = self.config
+        config = self.config
         with phase("loaded the model"):
-            model = engine.initialize(load(config, self.device), config, config.steps)
+            model = engine.initialize(load(config, self.device), config, config.total_steps)
             self.fit_micro_batches(model)
         return model
 
@@ -232,11 +232,10 @@ class Run:
         # Held-out rows are measured as an evaluation does, so that each score is exactly 0 before training, and not a
         # rounding error.
         rows = cast(Any, ConcatDataset)([self.rows, self.held_out])  # which takes any sequences
-        assert self.config.steps is not None  # resolved
         reference = torch.zeros(len(rows), 2, dtype=dtype)
         held_out = range(len(self.rows), len(rows))
         with phase("measured the reference"):
-            for indices in filter(len, (self.order.first(self.config.steps), held_out)):
+            for indices in filter(len, (self.order.first(self.config.total_steps), held_out)):
                 reference[indices] = measure([rows[i] for i in indices])
         return reference
 
@@ -325,8 +324,7 @@ class Run:
     @property
     def is_last_step(self) -> bool:
         """Return True if this step is the last one."""
-        assert self.config.steps is not None  # resolved
-        return self.hook_ended or self.step >= self.config.steps
+        return self.hook_ended or self.step >= self.config.total_steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each step's number and the indices of its rows, and save a checkpoint after steps that need one."""

@@ -1,17 +1,19 @@
 """What fits into a model: token ids that it embeds, and sequences that are no longer than its positions."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..base.files import weights_below
 from ..base.text import InputError
 from ..data.examples import Examples
+from ..options import LoadConfig
 
 # Options of the length of a sequence.
 LIMITS = ("max_new_tokens", "max_length", "max_prompt_length", "max_response_length")
 
 
-def check_fits(config: Any, tokenizer, kinds_of_rows: Sequence[Examples], sampled: int = 0) -> None:
+def check_fits(
+    config: LoadConfig, tokenizer, kinds_of_rows: Sequence[Examples], sampled: int = 0
+) -> None:
     """Refuse token ids without an embedding, and sequences that are longer than the model's positions.
 
     It reads the model's config alone, so that a run ends before weights are read.
