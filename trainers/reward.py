@@ -42,7 +42,6 @@ from .models.scoring import (
     chosen_is_higher,
     gather_scores,
     score_all,
-    share_of_rank,
 )
 from .run import command
 from .run.hooks import OnStep
@@ -149,7 +148,7 @@ def pair_metrics(
 
 def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
-    share = share_of_rank(len(pairs))
+    share = ranks.share_of_rank(len(pairs))
     sides = [pairs[i].chosen for i in share] + [pairs[i].rejected for i in share]
     # PPO and GRPO read scores in this way too, so their rewards are the scores seen here.
     scorer = RewardScorer(model, micro_batch_size)

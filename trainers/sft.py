@@ -40,7 +40,6 @@ from .models.packing import (
     tokens_by,
     unpad,
 )
-from .models.scoring import share_of_rank
 from .options import MAIN, EngineConfig, RunConfig
 from .run import command
 from .run.hooks import OnStep
@@ -205,7 +204,7 @@ def micro_batches(
 def held_out_share(examples: Sequence[Example]) -> list[Example]:
     """Return this rank's share of the held-out rows, as many on every rank; what fills a share up is not counted."""
     # Under ZeRO 3 every pass gathers weights from all ranks, which must run equally many.
-    share = [examples[i] for i in share_of_rank(len(examples))]
+    share = [examples[i] for i in ranks.share_of_rank(len(examples))]
     count = len(range(ranks.rank(), len(examples), ranks.world_size()))
     uncounted = [one._replace(trained=[False] * len(one.completion)) for one in share[count:]]
     return share[:count] + uncounted

@@ -84,6 +84,16 @@ def world_size() -> int:
     return dist.get_world_size() // _per_rank if dist.is_initialized() else 1
 
 
+def share_of_rank(count: int) -> list[int]:
+    """Return the indices of this rank's share of `count` items, as many on every rank: ZeRO 3 needs equal passes.
+
+    Where the ranks do not divide the items, the last shares are filled up with the first item.
+    """
+    world = world_size()
+    filled = [*range(count), *[0] * (-count % world)]
+    return filled[rank() :: world]
+
+
 def all_ranks():
     """Return a process group with one process of each rank; None if there is one rank."""
     if world_size() == 1:

@@ -21,16 +21,6 @@ def load_to_score(config: RunConfig, device: torch.device) -> LanguageModel:
     return lm
 
 
-def share_of_rank(count: int) -> list[int]:
-    """Return the indices of this rank's share of `count` items, as many on every rank: ZeRO 3 needs equal passes.
-
-    Where the ranks do not divide the items, the last shares are filled up with the first item.
-    """
-    world = ranks.world_size()
-    filled = [*range(count), *[0] * (-count % world)]
-    return filled[ranks.rank() :: world]
-
-
 def by_length(
     indices: list[int],
     lengths: Sequence[int],
@@ -79,7 +69,7 @@ def score_all(
     Returns:
         (N, ...) fp64 on the CPU, the same on every rank.
     """
-    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size, tokens, costs)
+    micro_batches = by_length(ranks.share_of_rank(len(lengths)), lengths, size, tokens, costs)
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.

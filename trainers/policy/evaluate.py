@@ -8,7 +8,6 @@ import torch
 
 from ..base import ranks
 from ..base.screen import phase, print_rank0
-from ..models import scoring
 from ..rollouts.roll_out import means_of, right_answer, sample_rows_of
 from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
@@ -33,7 +32,7 @@ class HeldOut:
 def held_out_share(prompts: Sequence[Prompt]) -> HeldOut:
     """Return this rank's share of the prompts, each of which belongs to one rank; a short share is filled up."""
     count = len(range(ranks.rank(), len(prompts), ranks.world_size()))
-    return HeldOut([prompts[i] for i in scoring.share_of_rank(len(prompts))], count)
+    return HeldOut([prompts[i] for i in ranks.share_of_rank(len(prompts))], count)
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ from ..models.packing import (
     tokens_by,
     unpad,
 )
-from ..rollouts.mismatch import check_bound, mismatch
 from ..rollouts.roll_out import roll_out, sample_rows_of
 from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
@@ -168,6 +167,10 @@ class Policy(Generic[Config]):
         Raises:
             InputError: those of a server are too far from the policy's.
         """
+        if rollout.rollout_logprobs is None:
+            return {}
+        from ..rollouts.mismatch import check_bound, mismatch
+
         # The difference is measured before any correction, which would hide a sampler with other weights.
         metrics = mismatch(rollout, old_logprobs, options)
         if metrics and self.published is not None:

@@ -40,11 +40,10 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 def mismatch(
     rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions
 ) -> dict[str, float]:
-    """Return `rollout/*` over all ranks, against the policy's (B, T - 1) nats; {} if the sampler reports none."""
+    """Return `rollout/*` over all ranks, against the policy's (B, T - 1) nats."""
     reported = rollout.rollout_logprobs
     mask = rollout.batch.response_mask
-    if reported is None:
-        return {}
+    assert reported is not None
 
     # Sums over tokens, and the largest difference.
     difference = torch.where(mask, reported - old_logprobs, 0)

@@ -15,8 +15,7 @@ from ..base.text import InputError, UnknownOptions, escaped
 from ..cli import program
 from ..data.reading import BadRows
 from ..options import RunConfig
-from .dry_run import DryRun
-from .loop import Run, Stopped, kept
+from .loop import DryRun, Run, Stopped, kept
 from .parse import HelpPrinted, parse
 from .store import unlock
 

@@ -17,10 +17,6 @@ from ..options import RunConfig, to_yaml
 MOST_TOKENS = 200
 
 
-class DryRun(Exception):
-    """Ends a dry run with what it prints."""
-
-
 def described(
     config: RunConfig,
     batch_plan: Mapping[str, object],

@@ -38,7 +38,6 @@ from ..data.reading import RowReport, RowsLike, load_train_eval
 from ..data.rows import Rows, load_rows
 from ..options import RunConfig
 from . import hooks
-from .dry_run import DryRun, described
 from .logger import Logger, draw_curves
 from .metrics import EMPTY, Evaluation
 from .positions import check_fits
@@ -57,6 +56,10 @@ class Stopped(KeyboardInterrupt):
 
     If the step was one of training, it has a checkpoint.
     """
+
+
+class DryRun(Exception):
+    """Ends a dry run with what it prints."""
 
 
 def restore_signals() -> None:
@@ -165,7 +168,7 @@ class Run:
             InputError: a row does not fit into the model, the inputs of two processes differ, or those of a resumed run
                 do without `--accept_changes`.
         """
-        check_fits(config, tokenizer, [rows, held_out], getattr(config, "max_new_tokens", 0))
+        check_fits(config, tokenizer, [rows, held_out], config.sampled_tokens)
         self.tokenizer, self.scorers_read = tokenizer, scorers_read
         self.rows, self.held_out = rows, held_out
         # The number of rows in an epoch is known now, and with it the number of steps.
@@ -249,6 +252,8 @@ class Run:
         config = self.config
         self.store.check_read_stays()
         if config.dry_run:
+            from .dry_run import described
+
             batch_plan = self.divide(config)
             raise DryRun(
                 described(config, batch_plan, self.rows, self.tokenizer, self.scorers_read)
