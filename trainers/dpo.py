@@ -102,11 +102,10 @@ def measure(
         micro_batch = [pairs[i] for i in indices]
         return pair_loss(logprobs, ref_logprobs, micro_batch, pairs, config)[0]
 
-    assert config.micro_batch_size is not None  # resolved
     logprobs = logprobs_of(
         model,
         [(pair.chosen, pair.rejected) for pair in pairs],
-        pairs_at_once(config.micro_batch_size),
+        pairs_at_once(config.sequences_at_once),
         loss=None if padding is None else loss_of,
         progress="pairs" if padding is None else None,
         tokens=config.micro_batch_tokens,

@@ -212,15 +212,13 @@ class OutputConfig(Options):
             lambda config: config.resume or config.resume_from is not None,
             without("--resume"),
         ),
-        Requirement(
-            "hub_model_id",
-            lambda config: config.push_to_hub,
-            "says where to push the model; add --push_to_hub",
-        ),
-        Requirement(
-            "hub_private_repo",
-            lambda config: config.push_to_hub,
-            "says where to push the model; add --push_to_hub",
+        *(
+            Requirement(
+                option,
+                lambda config: config.push_to_hub,
+                "says where to push the model; add --push_to_hub",
+            )
+            for option in ("hub_model_id", "hub_private_repo")
         ),
     )
 

@@ -18,7 +18,7 @@ import fused_rl
 
 from .base import engine, ranks
 from .base.files import as_json, write_atomically
-from .base.options import NonNegative, NonNegativeInt, Requirement, may_change
+from .base.options import NonNegative, NonNegativeInt, may_change, refusal
 from .base.screen import phase
 from .data.micro_batches import Padding
 from .data.preferences import (
@@ -72,10 +72,10 @@ class RewardConfig(PairsConfig):
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 
     needs: ClassVar = (
-        Requirement("loss_from", lambda config: False, NO_LOGITS),
-        Requirement("head_dtype", lambda config: False, NO_LOGITS),
-        Requirement("load_in_4bit", lambda config: False, MERGED),
-        Requirement("save_merged", lambda config: False, MERGED),
+        refusal("loss_from", NO_LOGITS),
+        refusal("head_dtype", NO_LOGITS),
+        refusal("load_in_4bit", MERGED),
+        refusal("save_merged", MERGED),
     )
 
 
@@ -119,11 +119,10 @@ def train_step(
     is_padded = costs is None or costs.masked
     if tokens is not None and is_padded:
         lengths = [pair.padded_tokens() for pair in pairs]
-    assert config.micro_batch_size is not None  # resolved
-    size = pairs_at_once(config.micro_batch_size)
+    size = pairs_at_once(config.sequences_at_once)
     scores = score_all(lengths, size, score, tokens=tokens, costs=costs)
     if not scores.isfinite().all():
-        score_pairs(model, pairs, config.micro_batch_size)  # each by itself, to name the bad one
+        score_pairs(model, pairs, config.sequences_at_once)  # each by itself, to name the bad one
     check_finite(scores, [pair.where for pair in pairs])
     metrics = pair_metrics(scores, pairs, config, "train/rm/")
     metrics["perf/padding"] = padding.fraction()
@@ -162,9 +161,8 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
 
 def evaluate(model, tokenizer, pairs: Sequence[Pair], config: RewardConfig) -> Evaluation:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
-    assert config.micro_batch_size is not None  # resolved
     with phase("evaluated on held-out pairs") as figures:
-        scores = score_pairs(model, pairs, config.micro_batch_size)
+        scores = score_pairs(model, pairs, config.sequences_at_once)
         metrics = pair_metrics(scores, pairs, config, "eval/rm/")
         figures["accuracy"] = metrics["eval/rm/accuracy"]
 
@@ -207,7 +205,6 @@ def train(
     reference = run.others.get("reference_dataset", run.rows).chosen(slice(config.normalize_pairs))
     model, costs = _load(config, run.device)
     run.fit_micro_batches(model)
-    assert config.micro_batch_size is not None  # resolved
 
     # The run: `constants` normalise the scores, before training and again after it.
     constants = {}
@@ -221,7 +218,7 @@ def train(
         constants |= restored["normalization"]
         model.module.set_normalization(*constants["before"])
     else:
-        constants["before"] = normalize(model, reference, config.micro_batch_size)
+        constants["before"] = normalize(model, reference, config.sequences_at_once)
     for step, indices in run:
         batch = [run.rows[i] for i in indices]
         metrics = train_step(model, batch, config, step, costs)
@@ -230,7 +227,7 @@ def train(
     # The evaluation of the last step is in the scale of the training loss.
     last_metrics = run.last_metrics()
     # Training has moved the scores, so the model is saved with constants of its own.
-    constants["after"] = normalize(model, reference, config.micro_batch_size)
+    constants["after"] = normalize(model, reference, config.sequences_at_once)
     if run.held_out and ranks.process_index() == 0:
         evaluation = as_json({**last_metrics, "normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
@@ -241,9 +238,10 @@ def _load(config: RewardConfig, device: torch.device) -> tuple:
     """Return the engine with the model, and what shared prompts cost in it or None."""
     with phase("loaded the model"):
         model = load_reward_model(config, device)
-        longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
-        costs = packing_costs(model.classifier, longest, config.share_prompts, **options)
+        costs = packing_costs(
+            model.classifier, config.longest_sequence, config.share_prompts, **options
+        )
         return engine.initialize(model, config, config.total_steps), costs
 
 

@@ -71,6 +71,12 @@ class EngineConfig(Options):
 
     replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Return `micro_batch_size`, which is chosen when the run begins."""
+        assert self.micro_batch_size is not None
+        return self.micro_batch_size
+
     def micro_batches_of(self, sequences: int) -> str:
         """Return in words how so many sequences of a process are divided."""
         if self.micro_batch_tokens is not None:

@@ -56,14 +56,15 @@ def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Op
     groups: list[dict[str, Any]] = [{"params": decayed}] if decayed else []
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "eps": config.adam_eps,
-    }
-    # Reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes.
-    options["fused"] = True
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)
+    optimizer = torch.optim.AdamW(
+        groups,
+        config.lr,
+        betas=(0.9, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        # Reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes.
+        fused=True,
+    )
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 

@@ -12,7 +12,6 @@ import math
 import operator
 import os
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -64,6 +63,11 @@ MAY_CHANGE: Any = {"may_change": True}
 def may_change(default: Any) -> Any:
     """Return the field of an option that may have another value in a resumed run, from the next step on."""
     return pydantic.Field(default, json_schema_extra=MAY_CHANGE)
+
+
+def refusal(option: str, message: str) -> Requirement:
+    """Return the requirement of an option that has no meaning for a trainer which inherits it."""
+    return Requirement(option, lambda config: False, message)
 
 
 def without(condition: str) -> str:
@@ -152,12 +156,7 @@ class Options(pydantic.BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as YAML and metrics have them, a function by its name."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        for name, value in values.items():
-            values[name] = (
-                [*map(_as_yaml_value, value)] if isinstance(value, list) else _as_yaml_value(value)
-            )
-        return values
+        return {name: _as_yaml_value(value) for name, value in self}
 
 
 def changeable(config_class: type[Options]) -> set[str]:
@@ -169,11 +168,12 @@ def changeable(config_class: type[Options]) -> set[str]:
 @functools.cache
 def kinds_of(config_class: type[Options]) -> dict[str, Any]:
     """Return the types of a config's options by name, with their ranges."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
-    return {name: hints[name] for name in config_class.model_fields}
+    return typing.get_type_hints(config_class, include_extras=True)
 
 
 def _as_yaml_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_as_yaml_value, value)]
     return import_name_of(value) if callable(value) else value
 
 
@@ -243,7 +243,7 @@ def options_error(
         return raised
     # Of X | Y there is a message for each.
     messages = [each["msg"] for each in errors if each["loc"][0] == name]
-    wanted = dict.fromkeys(message.removeprefix("Input should be ") for message in messages)
+    wanted = dict.fromkeys(text.removeprefix("Input should be ") for text in messages)
     return InputError(f"{name}={options[name]!r} should be {', or '.join(wanted)}")
 
 
@@ -253,7 +253,7 @@ def options_from(source: type, left_out: Collection[str] = (), **defaults: Any) 
     docs = {}
     kinds = typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
-        (declaration,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+        (declaration,) = ast.parse(inspect.getsource(group)).body
         assert isinstance(declaration, ast.ClassDef)
         for field, under in itertools.pairwise(declaration.body):
             match field, under:

@@ -62,8 +62,7 @@ def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
     largest = config.micro_batch_size
     if config.micro_batch_tokens is not None:
         # The sequences are taken to be as long as they may be.
-        longest = config.max_prompt_length + config.max_new_tokens
-        largest = max(1, config.micro_batch_tokens // longest)
+        largest = max(1, config.micro_batch_tokens // config.longest_sequence)
     micro_batches = 1 if largest is None else math.ceil(minibatch / largest)
     if micro_batches * world > 1 and not config.may_divide_updates:
         raise InputError(
@@ -134,10 +133,13 @@ class Inputs(Generic[Config]):
         # The model, its reference, and its engine.
         config, tokenizer, device = self.config, self.tokenizer, self.run.device
         lm = language_model.load_lm(config, device)
-        longest = config.max_prompt_length + config.max_new_tokens
         # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
         costs = packing_costs(
-            lm.base, longest, packing, option=packing_option, otherwise=WHEN_OFF[packing_option]
+            lm.base,
+            config.longest_sequence,
+            packing,
+            option=packing_option,
+            otherwise=WHEN_OFF[packing_option],
         )
         # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
         reference = None
@@ -295,9 +297,14 @@ def build_sampler(
         folder = folder_of(config.server, config.published_dir, output_dir, lm)
         if folder != output_dir / "published" and ranks.process_index() == 0:
             remove_at_end(folder)
-        longest = config.max_prompt_length + config.max_new_tokens
-        sleeps = config.server_sleeps
-        built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
+        built = ServerSampler(
+            config.server,
+            http_of(config),
+            folder,
+            probe,
+            config.longest_sequence,
+            sleeps=config.server_sleeps,
+        )
     # The user's own sampler is built around this one, and may use it.
     if users_sampler is not None:
         built = users_sampler(built, tokenizer)

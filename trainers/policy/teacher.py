@@ -210,10 +210,7 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
 
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
-    reads_packed = (
-        packing_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
-        is not None
-    )
+    reads_packed = packing_costs(lm, config.longest_sequence, config.packing, **rows) is not None
 
     # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
