@@ -17,7 +17,6 @@ import torch
 from fused_rl.ops import tiles
 from fused_rl.trainers import cli
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.policy.options import needs_reference
 from fused_rl.trainers.policy.teacher import is_url
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.parse import parse
@@ -392,7 +391,7 @@ def models_of(config: Any) -> dict[str, Held]:
     if not config.lora_rank:
         if getattr(config, "lag", 0) and config.server is None:
             models["sampler"] = policy
-        if command == "ppo" or (command == "grpo" and needs_reference(config)):
+        if command == "ppo" or (command == "grpo" and config.needs_reference):
             models["reference"] = policy
     if command == "ppo":
         start = policy if config.critic is None else Held(config.critic)

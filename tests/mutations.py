@@ -715,7 +715,7 @@ MUTATIONS = {
     ),
     "an evaluation draws from the run's seeds": Mutation(
         "trainers/policy/evaluate.py",
-        "policy.sampling, k, Seeds(config.seed + ranks.rank())",
+        "policy.sampling, k, Seeds(seed)",
         "policy.sampling, k",
         "tests/trainers/test_resume.py -k grpo-lag1",
     ),

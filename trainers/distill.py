@@ -16,7 +16,7 @@ No gradient flows through the sampling. Left out: a teacher with another vocabul
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import Sums
 from .scorers.load import check_scorers
-from .scorers.options import with_scorers
+from .scorers.options import ScorersLike
 
 
 class DistillConfig(ScoredRunConfig):
@@ -288,13 +288,12 @@ def train(
     *,
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
-    scorers: Sequence[Callable[..., object] | str] | None = None,
+    scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
-    config = with_scorers(config, scorers)
     # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.
     models = {
         f"teacher {name}".strip(): model
@@ -302,7 +301,7 @@ def train(
         if not is_url(model)
     }
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, sampler, models, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, models, on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     # There is no reference, because the student is compared with the teacher.
     policy = inputs.load_policy(

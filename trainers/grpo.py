@@ -18,7 +18,7 @@ docs/trainers/grpo.md says what each option does. Left out: tools.
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -45,7 +45,6 @@ from .policy.options import (
     ReferenceConfig,
     ScoredRunConfig,
     loss_options,
-    needs_reference,
 )
 from .policy.policy import (
     Policy,
@@ -65,7 +64,7 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import POLICY, Sums, means_of_updates, with_logged_names
 from .scorers.load import check_scorers
-from .scorers.options import with_scorers
+from .scorers.options import ScorersLike
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 
@@ -326,18 +325,17 @@ def train(
     *,
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
-    scorers: Sequence[Callable[..., object] | str] | None = None,
+    scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
-    config = with_scorers(config, scorers)
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, sampler, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, on_step=on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = inputs.load_policy(packing=shared, needs_reference=needs_reference(config))
+    policy = inputs.load_policy(packing=shared, needs_reference=config.needs_reference)
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold

@@ -52,14 +52,6 @@ def splits(option: str, dataset: str) -> Requirement:
     )
 
 
-def check_revision(model: str, revision: str | None) -> None:
-    """Refuse the revision of a folder."""
-    if revision is not None and Path(model).is_dir():
-        raise InputError(
-            f"revision={revision} is of a model on the Hub, and model={model} is a folder"
-        )
-
-
 class LoadConfig(Options):
     """The model, and where it is read from."""
 
@@ -79,7 +71,9 @@ class LoadConfig(Options):
 
     def check(self) -> None:
         super().check()
-        check_revision(self.model, self.revision)
+        if self.revision is not None and Path(self.model).is_dir():
+            problem = f"revision={self.revision} is of a model on the Hub"
+            raise InputError(f"{problem}, and model={self.model} is a folder")
 
 
 class ModelConfig(LoadConfig):

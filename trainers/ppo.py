@@ -17,7 +17,6 @@ docs/trainers/ppo.md says what each option does. Left out: tools, a critic on ot
 
 import functools
 import time
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -61,7 +60,7 @@ from .run import command
 from .run.hooks import OnStep
 from .run.metrics import PPO, Sums, means_of_updates, with_logged_names
 from .scorers.load import check_scorers
-from .scorers.options import with_scorers
+from .scorers.options import ScorersLike
 
 
 class PPOConfig(ScoredRunConfig, CreditConfig, CriticRunConfig, PolicyConfig):
@@ -271,16 +270,16 @@ def train(
     *,
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
-    scorers: Sequence[Callable[..., object] | str] | None = None,
+    scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
-    config = with_scorers(config.planned(), scorers)
+    config = config.planned()
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, sampler, critics, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, critics, on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     critic = load_critic(config, inputs.tokenizer, run.device, inputs.updates)
     policy = inputs.load_policy(frozen=config.critic_only > 0)

@@ -197,7 +197,7 @@ def check_deepspeed_file(config: TrainingConfig) -> None:
     from . import deepspeed_file
 
     theirs = deepspeed_file.read(config.deepspeed)
-    ours = _our_deepspeed_config(config, max_grad_norm=config.max_grad_norm)
+    ours = _our_deepspeed_config(config, config.max_grad_norm)
     deepspeed_file.check(config.deepspeed, theirs, ours | {"optimizer": {"type": "AdamW"}})
     try:
         DeepSpeedConfig(deepspeed_file.merged(theirs, ours))
@@ -205,7 +205,7 @@ def check_deepspeed_file(config: TrainingConfig) -> None:
         raise InputError(f"deepspeed={config.deepspeed}: {in_a_line(error)}") from error
 
 
-def _our_deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
+def _our_deepspeed_config(config: EngineConfig, max_grad_norm: float) -> dict:
     sums = {}
     if widens_sums(config):
         # Over micro-batches, and over processes.
@@ -234,8 +234,8 @@ def _our_deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict
     }
 
 
-def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
-    ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
+def _deepspeed_config(config: EngineConfig, max_grad_norm: float = 0.0) -> dict:
+    ours = _our_deepspeed_config(config, max_grad_norm)
     stage = effective_zero_stage(config)
     if widens_sums(config) and stage == 1:
         stage = 2  # DeepSpeed has another optimizer for it, with other checkpoints
@@ -272,7 +272,7 @@ def initialize(model: nn.Module, config: TrainingConfig, updates: int):
         model=model,
         optimizer=optimizer,
         lr_scheduler=optim.schedule(optimizer, config, updates),
-        config=_deepspeed_config(config, max_grad_norm=config.max_grad_norm if has_zero else 0.0),
+        config=_deepspeed_config(config, config.max_grad_norm if has_zero else 0.0),
     )[0]
     # DeepSpeed's own groups ignore the timeout of init_distributed. torch 2.13 and older have a private name for it.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -329,7 +329,7 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
         return model
     import deepspeed
 
-    return deepspeed.initialize(model=model, config=_deepspeed_config(config, max_grad_norm=0.0))[0]
+    return deepspeed.initialize(model=model, config=_deepspeed_config(config))[0]
 
 
 @torch.no_grad()

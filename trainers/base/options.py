@@ -166,8 +166,8 @@ def changeable(config_class: type[Options]) -> set[str]:
 
 
 @functools.cache
-def kinds_of(config_class: type[Options]) -> dict[str, Any]:
-    """Return the types of a config's options by name, with their ranges."""
+def kinds_of(config_class: type) -> dict[str, Any]:
+    """Return the types of a class's fields by name, with their ranges."""
     return typing.get_type_hints(config_class, include_extras=True)
 
 
@@ -251,7 +251,7 @@ def options_from(source: type, left_out: Collection[str] = (), **defaults: Any) 
     """Return the group of options that a dataclass declares, less some; without a default an option is None."""
     # The docstring of each field, which Python does not keep: it is read from the source.
     docs = {}
-    kinds = typing.get_type_hints(source, include_extras=True)
+    kinds = kinds_of(source)
     for group in reversed(source.__mro__[:-1]):
         (declaration,) = ast.parse(inspect.getsource(group)).body
         assert isinstance(declaration, ast.ClassDef)

@@ -10,6 +10,9 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any
 
+# How a URL begins, also one that was taken for a path.
+SCHEME = r"((?:https?:/|://)/*)"
+
 
 class InputError(ValueError):
     """The user's options, data or disk cannot be used; the message says what came, what was expected and the remedy.
@@ -18,17 +21,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: object):
-        super().__init__(without_secrets(str(message)))
-
-
-# How a URL begins, also one that was taken for a path.
-SCHEME = r"((?:https?:/|://)/*)"
-
-
-def without_secrets(text: str) -> str:
-    """Return the text with its URLs cut to what is no secret: without user, password and query."""
-    without_user = re.sub(rf"{SCHEME}\S*@", r"\1", text)
-    return re.sub(rf"{SCHEME}([^\s?]*)\?[^\s'\")\]]*", r"\1\2", without_user)
+        without_user = re.sub(rf"{SCHEME}\S*@", r"\1", str(message))
+        super().__init__(re.sub(rf"{SCHEME}([^\s?]*)\?[^\s'\")\]]*", r"\1\2", without_user))
 
 
 def in_a_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -41,7 +41,7 @@ from ..run import command
 from ..run.parse import parse
 from ..run.positions import check_fits
 from ..scorers.load import load_scorers
-from ..scorers.options import ScorerConfig, with_scorers
+from ..scorers.options import ScorerConfig, ScorersLike, with_scorers
 
 MAX_NEW_TOKENS = 512
 # Options that are taken from the run of a model if they are not given. Those of the scorers are taken all together or
@@ -125,7 +125,7 @@ def evaluate(
     config: EvalConfig,
     *,
     dataset: RowsLike = None,
-    scorers: Sequence[Callable[..., object] | str] | None = None,
+    scorers: ScorersLike = None,
 ) -> dict[str, float]:
     """Run the whole evaluation, print and write its results, and return the figures by name.
 

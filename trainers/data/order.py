@@ -28,8 +28,9 @@ class RowOrder:
     @classmethod
     def of(cls, config: RunConfig, rows: Sized) -> "RowOrder":
         """Return the order in which a run takes its rows."""
-        is_shuffled = config.order == "shuffled"
-        return cls(len(rows), config.rows_per_step, config.seed, is_shuffled=is_shuffled)
+        return cls(
+            len(rows), config.rows_per_step, config.seed, is_shuffled=config.order == "shuffled"
+        )
 
     def __next__(self) -> list[int]:
         return self.take(self.batch_size)
@@ -75,13 +76,6 @@ class RowOrder:
 Config = TypeVar("Config", bound=StepsConfig)
 
 
-def steps_of(passes: float, rows: int, per_step: int) -> int:
-    """Return the steps that so many passes over rows come to."""
-    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a
-    # step more.
-    return math.ceil(Fraction(str(passes)) * rows / per_step)
-
-
 def in_steps(config: Config, rows: int) -> Config:
     """Return the config with the steps that its passes over `rows` rows come to; refuse a step of more than these."""
     per_step = config.rows_per_step
@@ -90,7 +84,9 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{problem}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    resolved = config.replace(steps=steps_of(config.num_train_epochs, rows, per_step))
+    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a step more.
+    trained = Fraction(str(config.num_train_epochs)) * rows
+    resolved = config.replace(steps=math.ceil(trained / per_step))
     passes = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
     print_rank0(f"{passes}: {resolved.steps} steps")
     return resolved

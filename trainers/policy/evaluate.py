@@ -56,16 +56,15 @@ def evaluate(
     """
     config = policy.config
     k = config.eval_samples
+    seed = config.seed + ranks.rank()
     count = held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with phase("sampled responses to held-out prompts"):
         # Each evaluation draws the same random numbers, and takes none of those of training.
         with torch.random.fork_rng():
-            torch.manual_seed(config.seed + ranks.rank())
+            torch.manual_seed(seed)
             greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
-            sampled = policy.roll_out(
-                held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
-            )
+            sampled = policy.roll_out(held_out.prompts, policy.sampling, k, Seeds(seed))
         # Greedy responses are no sample of the policy, so entropy and KL are measured on the sampled ones.
         rows = policy.divide(sampled.batch, torch.arange(len(sampled.samples)))
         has_reference = policy.reference is not None

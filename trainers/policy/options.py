@@ -48,9 +48,6 @@ NO_REFERENCE = (
     "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; "
     "leave it out, or give --kl_coef"
 )
-NOTHING_PAID = (
-    "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
-)
 MAIN = (*config.MAIN, "verifiers", "prompts_per_step", "max_new_tokens", "temperature")
 
 
@@ -157,8 +154,7 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     Raises:
         InputError: the options contradict each other, or a user's surrogate cannot be loaded.
     """
-    options = {name: getattr(config, name) for name in LOSS}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in config if name in LOSS and value is not None}
     options.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     # A user's own surrogate is named module:function. Wrapped with its arguments, it keeps its name and declarations.
     if ":" in str(options.get("surrogate")):
@@ -185,7 +181,13 @@ class KLConfig(LossConfig):
     """loss: the KL is added to the loss per token, by rk3 unless kl_estimator is given; reward: it is subtracted from
     the reward before the advantages are computed, by k1. It is measured in any case."""
 
-    needs: ClassVar = (Requirement("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
+    needs: ClassVar = (
+        Requirement(
+            "kl_in",
+            lambda config: config.kl_coef > 0,
+            "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef",
+        ),
+    )
 
     @property
     def estimator(self) -> KLEstimator:
@@ -235,7 +237,7 @@ class ReferenceConfig(KLConfig):
             "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
         ),
         *(
-            Requirement(option, lambda config: needs_reference(config), NO_REFERENCE)
+            Requirement(option, lambda config: config.needs_reference, NO_REFERENCE)
             for option in ("ref_sync_every", "kl_estimator")
         ),
         Requirement(
@@ -245,7 +247,7 @@ class ReferenceConfig(KLConfig):
         ),
     )
 
-
-def needs_reference(config: ReferenceConfig) -> bool:
-    """Return True if the run compares the policy with a reference."""
-    return config.kl_coef > 0 or config.kl_every > 0
+    @property
+    def needs_reference(self) -> bool:
+        """True if the run compares the policy with a reference."""
+        return self.kl_coef > 0 or self.kl_every > 0

@@ -29,6 +29,7 @@ from ..run.loop import Run
 from ..run.metrics import EMPTY
 from ..run.store import remove_at_end
 from ..scorers.load import load_scorers
+from ..scorers.options import ScorersLike, with_scorers
 from .evaluate import HeldOut, held_out_share
 from .options import PolicyConfig, SamplingRunConfig, ScoredRunConfig
 from .policy import Policy
@@ -175,7 +176,8 @@ class Inputs(Generic[Config]):
 def read_inputs(
     config: Config,
     batch_plan: Callable,
-    rows: tuple[RowsLike, RowsLike] = (None, None),
+    rows: tuple[RowsLike, RowsLike],
+    scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
     on_step: OnStep | None = None,
@@ -186,25 +188,27 @@ def read_inputs(
         config: the options.
         batch_plan: returns how the batch divides, such as `rollout_batch_plan`.
         rows: the training rows and the held-out rows, if they come from Python.
+        scorers: scorers from Python.
         sampler: a sampler from Python.
         models: the models that the run reads beside those of the config, by option.
         on_step: the hook, if it comes from Python.
     """
+    config = with_scorers(config, scorers)
     run = Run(config, batch_plan, on_step)
     with phase("read tokenizer, scorers and rows"), RowReport(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows, reading)
         # The scorers come before the prompts, because each of them checks every row.
-        scorers = []
+        judges = []
         if config.verifiers:
             size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
             options = {"tokenizer": tokenizer, "device": run.device, "batch_size": size}
-            scorers = load_scorers(config, policy=config, held=config, **options)
-        prompts, held_out = load_prompts(config, tokenizer, scorers, read)
+            judges = load_scorers(config, policy=config, held=config, **options)
+        prompts, held_out = load_prompts(config, tokenizer, judges, read)
         sampler = users_function("sampler", config.sampler, sampler, "built", "tokenizer")
     # All processes must have read the same, and a resumed run must read what it began with.
     first = prompts[0]
-    answer = right_answer(first.row, first.prompt, scorers)
+    answer = right_answer(first.row, first.prompt, judges)
     config = run.check_inputs(
         config,
         tokenizer,
@@ -213,7 +217,7 @@ def read_inputs(
         held_out=held_out,
         scorers_read=answer.get("columns", answer),
     )
-    return Inputs(run, config, tokenizer, scorers, prompts, held_out_share(held_out), sampler)
+    return Inputs(run, config, tokenizer, judges, prompts, held_out_share(held_out), sampler)
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:

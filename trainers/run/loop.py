@@ -254,10 +254,8 @@ class Run:
         if config.dry_run:
             from .dry_run import described
 
-            batch_plan = self.divide(config)
-            raise DryRun(
-                described(config, batch_plan, self.rows, self.tokenizer, self.scorers_read)
-            )
+            plan = self.divide(config)
+            raise DryRun(described(config, plan, self.rows, self.tokenizer, self.scorers_read))
         if config.micro_batch_size is not None:
             return
         from .fitting import fitting_tokens

@@ -74,7 +74,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         # An option takes one value, or one that takes a list several. An unknown one takes all that follow, so that no
         # value is reported as a stray word.
         is_unknown = name not in (*fields, "config", "local_rank")
-        takes_all = is_unknown or _takes_a_list(config_class, name)
+        takes_all = is_unknown or list[str] in typing.get_args(kinds_of(config_class).get(name))
         while words and not words[0].startswith("--") and (takes_all or not values):
             values.append(words.pop(0))
         if name == "config":
@@ -113,12 +113,6 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         if value == "" and name != "system_prompt":
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
     return config_class(**options)
-
-
-def _takes_a_list(config_class: type[Options], name: str) -> bool:
-    """Return True for an option that takes a list of texts."""
-    choices = typing.get_args(kinds_of(config_class).get(name)) or ()
-    return any(choice == list[str] for choice in choices)
 
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
@@ -190,23 +184,17 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
 
     # The long help has first what a reader looks for first, then the groups: the base classes of the config, from the
     # most general one on.
-    lines += ["The model, the rows, and the folder of the run.", ""]
-    for name in FIRST:
-        lines += _described(config_class, name, in_short=False)
-    lines += [""]
-    seen = set(FIRST)
+    groups = [("The model, the rows, and the folder of the run.", FIRST)]
     for group in reversed(config_class.__mro__):
-        declared = [
-            name
-            for name in vars(group).get("__annotations__", {})
-            if name in config_class.model_fields
-        ]
-        new = [name for name in declared if name not in seen]
-        seen |= {*new}
-        lines += [(group.__doc__ or "").strip().splitlines()[0], ""] if new else []
-        for name in new:
-            lines += _described(config_class, name, in_short=False)
-        lines += [""] if new else []
+        groups.append((group.__doc__ or "", tuple(vars(group).get("__annotations__", ()))))
+    waiting = set(config_class.model_fields)
+    for doc, declared in groups:
+        if new := [name for name in declared if name in waiting]:
+            waiting -= {*new}
+            lines += [doc.strip().splitlines()[0], ""]
+            for name in new:
+                lines += _described(config_class, name, in_short=False)
+            lines += [""]
     return "\n".join(lines)
 
 

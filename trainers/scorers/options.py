@@ -6,7 +6,7 @@ solved_at: [null, 0.5, null, null]
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import pydantic
 
@@ -15,6 +15,8 @@ from ..base.text import InputError
 
 # The kind of scorer whose model is an input of the run, like the policy: it is hashed and compared on resume.
 REWARD_MODEL = "reward_model"
+ScorersLike: TypeAlias = Sequence[Callable[..., object] | str] | None
+"""Scorers in Python: names as in `verifiers`, and functions."""
 Config = TypeVar("Config", bound="ScorerConfig")
 
 
@@ -44,8 +46,8 @@ class ScorerConfig(Options):
         return {text: text.removeprefix(begin) for text in named if text.startswith(begin)}
 
 
-def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] | None) -> Config:
-    """Return the config with the scorers that Python gave: names as in `verifiers`, and functions."""
+def with_scorers(config: Config, scorers: ScorersLike) -> Config:
+    """Return the config with the scorers that Python gave."""
     if scorers is None:
         return config
     if config.verifiers is not None:
