@@ -108,6 +108,17 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
     assert len({*re.findall(r"^  --(\w+) ", whole, re.M)}) == len(config_class.model_fields)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_is_that_of_the_nearest_class(command):
+    """As of a method; of an option that several bases declare, pydantic takes the first base's, however far it is."""
+    config_class = COMMANDS[command]
+    for name, field in config_class.model_fields.items():
+        groups = [
+            each for each in config_class.__mro__ if name in vars(each).get("__annotations__", {})
+        ]
+        assert groups[0].model_fields[name].default == field.default, name
+
+
 def test_batch_arithmetic():
     sizes = ["--prompts_per_step=6", "--group_size=4", "--epochs=3", "--steps=5"]
     config = made("--verifiers", "math", *sizes)
