@@ -6,16 +6,13 @@ from typing import Any
 import torch
 
 from ..base.text import InputError
-from ..options import RunConfig
 
 
-def checkpoint_activations(model: Any, config: RunConfig) -> None:
-    """Have a transformers model compute its layers again in the backward pass, if the config says so."""
-    if not config.gradient_checkpointing:
-        return
+def checkpoint_activations(model: Any, on: str) -> None:
+    """Have a transformers model compute its layers again in the backward pass; `on` is where their inputs wait."""
     # The reentrant form has no gradient where its inputs have none, as under adapters.
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.checkpoint_activations_on == "cpu":
+    if on == "cpu":
         # transformers has no public name for the function that its layers call.
         name = "_gradient_checkpointing_func"
         layers = [module for module in model.modules() if name in vars(module)]

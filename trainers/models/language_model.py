@@ -18,7 +18,6 @@ from ..base.screen import print_rank0
 from ..base.text import InputError, in_a_line
 from ..options import RunConfig
 from . import lora
-from .checkpointing import checkpoint_activations
 from .head import WideHead, causal_states, trace_head
 from .logits import ReferenceStates, Scored, compare, read_likeliest
 from .packing import Costs, InRows, padded_states
@@ -342,8 +341,10 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         lm = lora.with_new_adapters(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
     prepare_modules(lm)
-    if trainable:
-        checkpoint_activations(lm, config)
+    if trainable and config.gradient_checkpointing:
+        from .checkpointing import checkpoint_activations
+
+        checkpoint_activations(lm, config.checkpoint_activations_on)
     sequence_parts = None
     if config.sequence_parallel > 1:
         from .sequences import SequenceParts

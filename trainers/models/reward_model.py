@@ -17,7 +17,6 @@ from ..data.batch import on_device, pad
 from ..data.encode import load_tokenizer
 from ..options import ModelConfig, RunConfig
 from . import lora
-from .checkpointing import checkpoint_activations
 from .head import causal_states
 from .language_model import prepare_modules, read, readable, save
 from .packing import Costs, InRows, padded_states, unpadded_costs
@@ -287,7 +286,10 @@ def load_reward_model(
 
         model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)
     model.unpadded_costs = unpadded_costs(model.classifier)
-    checkpoint_activations(model.classifier, config)
+    if config.gradient_checkpointing:
+        from .checkpointing import checkpoint_activations
+
+        checkpoint_activations(model.classifier, config.checkpoint_activations_on)
     return model
 
 

@@ -114,8 +114,7 @@ class Run:
         """
         # Errors that need no other process are raised before this one waits for them.
         check_start(config, batch_plan)
-        world = ranks.planned_ranks(config.sequence_parallel)
-        self.divide = lambda config: batch_plan(config, world)
+        self.batch_plan = batch_plan
         self.on_step = users_function("on_step", config.on_step, on_step, "step")
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
@@ -254,7 +253,7 @@ class Run:
         if config.dry_run:
             from .dry_run import described
 
-            plan = self.divide(config)
+            plan = self.batch_plan(config, ranks.world_size())
             raise DryRun(described(config, plan, self.rows, self.tokenizer, self.scorers_read))
         if config.micro_batch_size is not None:
             return

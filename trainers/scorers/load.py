@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ..base.text import InputError, load_function, name_of
 from ..rollouts.types import Scorer
 from . import builtin
-from .functions import FunctionScorer
 from .options import REWARD_MODEL, ScorerConfig
 
 
@@ -24,6 +23,15 @@ def _reward_model(*folder: Any, **common: Any) -> Scorer:
     from .reward_model import load_reward_model
 
     return load_reward_model(*folder, **common)
+
+
+def _function(function: str | Callable, **common: Any) -> Scorer:
+    """Return a function of the user's own, or the one of this name, as a scorer."""
+    from .functions import FunctionScorer
+
+    if isinstance(function, str):
+        function = load_function("verifier", function)
+    return FunctionScorer(function=function, **common)
 
 
 # How a scorer is spelled -> what makes it, called with the text in place of <...> and the common arguments by name.
@@ -98,7 +106,7 @@ def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
 def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]:
     """Return the kind of one verifier, its text, and what makes it."""
     if callable(one):
-        return FUNCTION, name_of(one), functools.partial(FunctionScorer, function=one)
+        return FUNCTION, name_of(one), functools.partial(_function, one)
     # Whatever follows the first colon belongs to the scorer, as a pattern may have colons of its own.
     kind, _, detail = one.partition(":")
     for spelling, make in SCORERS.items():
@@ -113,11 +121,7 @@ def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]
     if kind in KINDS or function is None:
         raise InputError(f"verifier {one!r}: expected {EXPECTED}")
     where = f"{function[1]}:{function[2]}"
-    return FUNCTION, where, functools.partial(_load_function, where)
-
-
-def _load_function(where: str, **common) -> FunctionScorer:
-    return FunctionScorer(function=load_function("verifier", where), **common)
+    return FUNCTION, where, functools.partial(_function, where)
 
 
 def check_scorers(options: ScorerConfig) -> str:
