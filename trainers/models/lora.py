@@ -42,31 +42,31 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     except OSError:
         return None
     try:
-        config: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
+        adapters: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
     except Exception as error:  # of a kind or with a field that this peft does not know
         raise InputError(
             f"{name!r} holds adapters that cannot be read: {in_a_line(error)}"
         ) from error
-    if (problem := _beyond_plain_lora(config)) is not None:
+    if (problem := _beyond_plain_lora(adapters)) is not None:
         raise InputError(
             f"{name!r} holds adapters {problem}; only plain LoRA is read: {MERGE_FIRST}"
         )
-    config.base_model_name_or_path = base_of_adapters(
-        name, config.base_model_name_or_path, config.revision
+    adapters.base_model_name_or_path = base_of_adapters(
+        name, adapters.base_model_name_or_path, adapters.revision
     )
-    return config
+    return adapters
 
 
-def _beyond_plain_lora(config) -> str | None:
+def _beyond_plain_lora(adapters) -> str | None:
     """Return what of saved adapters a run could not train or save as they are, in words, or None."""
     import peft
 
-    if not isinstance(config, peft.LoraConfig):
-        return f"of the kind {type(config).__name__}"
-    if not config.base_model_name_or_path:
+    if not isinstance(adapters, peft.LoraConfig):
+        return f"of the kind {type(adapters).__name__}"
+    if not adapters.base_model_name_or_path:
         return "without the name of their model (base_model_name_or_path)"
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for field in dataclasses.fields(adapters):
+        value = getattr(adapters, field.name)
         is_plain = not value or value == field.default or field.name in PLAIN
         if field.name == "init_lora_weights":
             is_plain = value in PLAIN_STARTS

@@ -75,18 +75,18 @@ class RewardModel(nn.Module):
                 f"{problem}: save them with --save_merged, or name another model (PPO: --critic FOLDER)"
             )
         with readable(name, options.get("attn_implementation")):
-            config: Any = AutoConfig.from_pretrained(
+            model_config: Any = AutoConfig.from_pretrained(
                 name, revision=revision, trust_remote_code=False
             )
-            trained = has_score_head(config)
+            trained = has_score_head(model_config)
             # A language model's config has two labels, transformers' default.
-            config.num_labels = config.num_labels if trained else 1
-            options |= {"revision": revision, "dtype": dtype, "config": config}
+            model_config.num_labels = model_config.num_labels if trained else 1
+            options |= {"revision": revision, "dtype": dtype, "config": model_config}
             classifier, report = read(AutoModelForSequenceClassification, name, device, **options)
         # With two labels a reward is a pair, and both heads would be trained.
-        if config.num_labels != 1:
+        if model_config.num_labels != 1:
             raise InputError(
-                f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM"
+                f"{name!r} has num_labels={model_config.num_labels}; a reward is one number: give a causal LM"
             )
         # More than one layer would be left out, and what reads later tokens would read pads.
         head = getattr(classifier, "score", None)
