@@ -2,11 +2,11 @@
 
     python -m tests.digests --write    # after a change that was meant to change numbers; tests/test_golden.py compares
 
-Runs start from the command line, as a user starts them. On the CPU path where the file was written the results are
-equal. Elsewhere a GEMM rounds otherwise, and they agree within 1e-6; with bfloat16 weights an argmax may flip, and they
-agree within 0.05. Adam's epsilon is large, so that a gradient of rounding size moves no weight by a whole
-learning rate. `elsewhere` has what a case gave on another CPU, if it was written there or rounds further from the
-first: a Xeon's grpo-zero2 is 1.2e-6 from an EPYC's.
+Runs start from the command line, as a user starts them. On the CPU path where a case was written its results are
+equal. Elsewhere a GEMM rounds otherwise, and they agree within 5e-6: a Xeon's grpo-zero2 is 1.2e-6 from an EPYC's.
+Probabilities of kept sets are divided by sums that differ too, so those agree within 1e-4 (1.5e-5 on three CPUs); with
+bfloat16 weights an argmax may flip, and they agree within 0.05. Adam's epsilon is large, so that a gradient of
+rounding size moves no weight by a whole learning rate.
 """
 
 import argparse
@@ -203,16 +203,9 @@ def of_case(name: str, folder: Path) -> dict:
 
 def unlike_stored(name: str, found: dict) -> list[str]:
     """Name what of a case's digest is not as it is stored: of this code path the bits, of another near values."""
-    stored = json.loads(STORED.read_text())
-    exact = stored["code_path"] == code_path() and name in stored["cases"]
-    kinds = ["cases"] if exact else ["cases", "elsewhere"]
-    options = {"exact": exact, "tolerance": tolerance(name)}
-    differing = []
-    for kind in kinds:
-        if name in stored[kind]:
-            differing.append([*differences(stored[kind][name], found, **options)])
-    # It is enough to be as it is on one of the two machines.
-    return min(differing, key=len)
+    stored = json.loads(STORED.read_text())[name]
+    exact = stored["code_path"] == code_path()
+    return [*differences(stored, found, exact=exact, tolerance=tolerance(name))]
 
 
 def code_path() -> str:
@@ -229,7 +222,10 @@ def code_path() -> str:
 
 def tolerance(name: str) -> float:
     """The error that another CPU's rounding may cause."""
-    return 0.05 if CASES[name][1].get("dtype") == "bfloat16" else 1e-6
+    options = CASES[name][1]
+    if options.get("dtype") == "bfloat16":
+        return 0.05
+    return 1e-4 if "top_p" in options else 5e-6
 
 
 def differences(expected: dict, found: dict, *, exact: bool, tolerance: float) -> Iterator[str]:
@@ -260,13 +256,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TRITON_INTERPRET"] = "0"
     stored = json.loads(STORED.read_text())
-    if options.cases == list(CASES):
-        stored = {"code_path": code_path(), "cases": {}, "elsewhere": {}}
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
         for name in options.cases:
             found = of_case(name, Path(folder))
-            stored["cases" if stored["code_path"] == code_path() else "elsewhere"][name] = found
+            stored[name] = {"code_path": code_path(), **found}
             print(f"{name}: {found['weights']}", flush=True)
     STORED.write_text(json.dumps(stored, indent=1) + "\n")
 
