@@ -556,14 +556,14 @@ MUTATIONS = {
     ),
     "packed responses see each other": Mutation(
         "trainers/models/packing.py",
-        "== other_segments) | (other_segments == 0)",
-        "== other_segments) | (other_segments >= 0)",
+        "== other_owners) | (prefixes[:, :, None] == other_owners)",
+        "== other_owners) | (prefixes[:, :, None] >= 0)",
         "tests/trainers/test_packing.py",
     ),
     "packed tokens count positions through the row": Mutation(
         "trainers/models/packing.py",
-        "[sequence * len(position) + token, token, segment]",
-        "[sequence * len(position) + token, place(sequence, token) % width, segment]",
+        "[sequence * len(position) + token, token, owner, prefix_number]",
+        "[sequence * len(position) + token, place(sequence, token) % width, owner, prefix_number]",
         "tests/trainers/test_packing.py",
     ),
     # Sampling and measuring.

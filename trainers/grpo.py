@@ -335,7 +335,9 @@ def train(
     inputs = read_inputs(config, batch_plan, rows, scorers, sampler, on_step=on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = inputs.load_policy(packing=shared, needs_reference=config.needs_reference)
+    policy = inputs.load_policy(
+        packing_option="share_prompts", packing=shared, needs_reference=config.needs_reference
+    )
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold

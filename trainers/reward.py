@@ -29,7 +29,7 @@ from .data.preferences import (
     pairs_of,
 )
 from .data.reading import RowsLike
-from .models.packing import Costs, pack_pairs, packing_costs, unpad_sequences
+from .models.packing import Costs, pack_pairs, packing_costs
 from .models.reward_model import (
     RewardModel,
     RewardScorer,
@@ -92,11 +92,7 @@ def train_step(
         sides = [
             prompt + ids for i in indices for prompt, ids in (pairs[i].chosen, pairs[i].rejected)
         ]
-        packed = None
-        if costs is not None:
-            packed = (
-                pack_pairs(sides, costs, device) if costs.masked else unpad_sequences(sides, device)
-            )
+        packed = None if costs is None else pack_pairs(sides, costs, device)
         if packed is None:
             input_ids, mask = collate(sides, device)
             padding.add(input_ids, sum(map(len, sides)))

@@ -196,7 +196,7 @@ def micro_batches(
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
         packed = None if rows is None else pack_sequences(batch, rows)
         if costs is not None and not costs.masked:
-            packed = unpad(batch)
+            packed = unpad(batch, costs)
         micro_batches.append(PackedBatch(batch, packed))
     return micro_batches
 

@@ -140,15 +140,17 @@ def responses_of(config) -> list:
     return sampler.sample(prompts, sampling)
 
 
-def policy_of(config, device, responses, *, share=None) -> policies.Policy:
+def policy_of(config, device, responses, **share) -> policies.Policy:
     """As `Inputs.load_policy` makes it; the responses were drawn before."""
     tokenizer = encode.load_tokenizer(config.model)
     lm = load_lm(config, CPU)
     reference = load_lm(config, CPU, trainable=False)
     sampling = sampling_of(config, tokenizer, lm)
-    costs = packing.packing_costs(
-        lm.base, 64, share, option="share_prompts", otherwise="not shared"
-    )
+    if share:
+        words = {"option": "share_prompts", "otherwise": "not shared"}
+        costs = packing.packing_costs(lm.base, 64, share["share"], **words)
+    else:
+        costs = packing.unpadded_costs(lm.base, 64)
     model = Engine(placed(lm, device), config)
     size = config.group_size
     groups = of_rank([responses[i : i + size] for i in range(0, len(responses), size)])
@@ -175,7 +177,7 @@ def grpo_step(folder, device, responses, **options) -> Step:
 
 def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     config = small_config("ppo", folder, critic=critic, **options)
-    policy = policy_of(config, device, responses, share=False)
+    policy = policy_of(config, device, responses)
     module = load_reward_model(config.replace(model=critic), CPU, kind=Critic)
     module = placed(module, device)
     judge, modules = Engine(module, config), (policy.model.module, module)

@@ -108,6 +108,14 @@ def test_rows_of_several_sequences_give_the_scores_and_gradients_of_rows_of_thei
         assert_same(scores_and_gradients(lm, loss_from, form(given), given), expected, 2e-5)
 
 
+def test_a_sequence_without_a_prompt_has_room_for_all_that_predicts():
+    lm = model("Llama")
+    given = make_batch([[], [5], []], [[3, 4, 5, 6], [7, 8], [9, 3, 2, 1, 4]], 0, "cpu")
+    expected = scores_and_gradients(lm, "linear", None, given)
+    for packed in (packing.pack_sequences(given, [[0, 2], [1]]), packing.pack(given, 2)):
+        assert_same(scores_and_gradients(lm, "linear", packed, given), expected, 2e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [

@@ -1,7 +1,7 @@
 """Rows without padding: what flash attention is given, and that a step is the one of padded rows.
 
 Flash attention needs a GPU, so eager functions of its signatures stand in for it: transformers calls them as it does
-those of flash_attention_2.
+those of flash_attention_2. flex_attention is torch's own, computed for all pairs, as it is where it is not compiled.
 """
 
 import math
@@ -11,6 +11,7 @@ import torch
 
 from fused_rl.trainers import dpo
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
@@ -88,7 +89,28 @@ def flash(monkeypatch):
     return CALLS
 
 
+@pytest.fixture
+def blocks(monkeypatch):
+    """flex_attention without its compiler, on a CPU too; how many tokens the rows of its calls had."""
+    from torch.nn.attention import flex_attention as flex
+    from transformers.integrations import flex_attention as integration
+
+    calls = []
+
+    def attend(query, key, value, training=False, block_mask=None, **options):
+        assert block_mask.shape[-2:] == (query.shape[2], query.shape[2])
+        calls.append(query.shape[2])
+        return flex.flex_attention(query, key, value, block_mask=block_mask, **options)
+
+    monkeypatch.setattr(packing, "BLOCK_DEVICES", ("cpu",))
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # refuses a backward pass there
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention", attend)
+    packing._attend_by_blocks()
+    return calls
+
+
 APART = {"share_prompts": False}
+BLOCKS = {"in_blocks": True}
 FLASH = {"attn_implementation": "flash_attention_2"}
 
 
@@ -108,9 +130,9 @@ def test_rows_without_padding_give_the_scores_and_gradients_of_padded_ones(
     given = batch()
     expected = scores_and_gradients(model(kind, **options), loss_from, None, given)
     lm = as_flash(model(kind, **options))
-    assert packing.unpadded_costs(lm).masked is False
+    assert packing.unpadded_costs(lm, 30).masked is False
     flash.clear()
-    unpadded = packing.unpad(given)
+    unpadded = packing.unpad(given, packing.Costs(0, 0, masked=False))
     assert_same(scores_and_gradients(lm, loss_from, unpadded, given), expected, 1e-5)
     fed = given.prompt_lengths + (given.response_lengths - 1).clamp(min=0)
     for call in flash:
@@ -124,10 +146,10 @@ def test_a_model_that_sees_beyond_its_sequence_stays_padded(flash, capsys):
     # Mamba's state goes on through the row.
     import transformers
 
-    assert packing.unpadded_costs(model("Llama")) is None  # sdpa
+    assert packing.unpadded_costs(model("Llama"), 30) is None  # sdpa
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
     lm = transformers.AutoModelForCausalLM.from_config(config)
-    assert packing.unpadded_costs(as_flash(lm)) is None
+    assert packing.unpadded_costs(as_flash(lm), 30) is None
     assert capsys.readouterr().out.startswith("rows are padded: ")
 
 
@@ -161,9 +183,70 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Llama", {}), ("Qwen3", {}), ("Mistral", {"sliding_window": 40})],
+)
+def test_rows_of_blocks_share_prompts_and_give_the_scores_and_gradients_of_padded_ones(
+    kind, options, blocks
+):
+    lm, given = model(kind, **options), batch()
+    expected = scores_and_gradients(lm, "linear", None, given)
+    costs = packing.unpadded_costs(lm, 30)
+    assert costs.in_blocks and not costs.masked
+    blocks.clear()
+    assert_same(
+        scores_and_gradients(lm, "linear", packing.unpad(given, costs), given), expected, 2e-5
+    )
+    # Prompts of 3, 7 and 5 tokens once, and responses without their last tokens; two layers.
+    assert blocks == [3 + 5 + 7 + 8 + 5] * 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_pairs_are_those_that_the_mask_of_each_pair_gives(seed):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Groups of drawn sizes over several blocks, and a response longer than two of them.
+    draw = torch.Generator().manual_seed(seed)
+    prompts, responses = [], []
+    for group in range(3):
+        length, count, most = torch.randint(1, 300, (3,), generator=draw).tolist()
+        prompts += [[group + 1] * length] * (1 + count % 5)
+        while len(responses) < len(prompts):
+            responses.append([7] * int(torch.randint(0, most + 300, (), generator=draw)))
+    given = make_batch(prompts, responses, 0, "cpu")
+    packed = packing.pack(given, None)
+    mask = packed.attention["attention_mask"]
+    tokens = packed.input_ids.shape[1]
+    expected = create_block_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (
+            [getattr(m, f"{kind}_{name}") for m in (mask, expected)]
+            for name in ("num_blocks", "indices")
+        )
+        torch.testing.assert_close(*counts)
+        for row, count in enumerate(counts[0].flatten().tolist()):
+            assert torch.equal(*(listed.flatten(0, 2)[row, :count] for listed in indices))
+
+
+def test_where_blocks_fail_rows_take_a_mask_or_pads_with_a_line(blocks, capsys):
+    from transformers.integrations import flex_attention as integration
+
+    def fails(*_, **__):
+        raise RuntimeError("out of resource: shared memory")
+
+    lm, words = model("Llama"), {"option": "share_prompts", "otherwise": "apart"}
+    integration.compile_friendly_flex_attention = fails
+    assert packing.packing_costs(lm, 30, None, **words) == packing.costs_of(lm)
+    assert packing.unpadded_costs(lm, 30) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rows take a dense mask", "rows are padded"]
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_same_however_its_tokens_lie_in_rows_and_micro_batches(
-    name, folders, flash, monkeypatch
+    name, folders, flash, blocks, monkeypatch
 ):
     make, options, together = STEPS[name]
     if "critic" in options:
@@ -172,18 +255,28 @@ def test_a_step_is_the_same_however_its_tokens_lie_in_rows_and_micro_batches(
     forms.append(together | {"micro_batch_tokens": 60})
     if "shared" not in name:  # for which flash attention has no mask
         forms += [together | FLASH, together | FLASH | {"micro_batch_tokens": 50}]
+    if not APART.items() <= options.items():  # which asks for rows of their own
+        forms += [together | BLOCKS, together | BLOCKS | {"micro_batch_tokens": 50}]
     found = []
     with steps.process_group():
         responses = steps.responses_of(steps.small_config("grpo", folders[0]))
         for form in forms:
-            costs = packing.Costs(1.0, 0.0, masked="attn_implementation" not in form)
+            in_blocks = "in_blocks" in form
+            masked = not in_blocks and "attn_implementation" not in form
+            costs = packing.Costs(1.0, 0.0, masked=masked, in_blocks=in_blocks)
             monkeypatch.setattr(packing, "costs_of", lambda lm, costs=costs: costs)
+            monkeypatch.setattr(packing, "BLOCK_DEVICES", ("cpu",) if in_blocks else ())
             torch.manual_seed(0)
-            step = make(folders[0], CPU, responses, **options | form)
+            options_here = {k: v for k, v in (options | form).items() if k != "in_blocks"}
+            step = make(folders[0], CPU, responses, **options_here)
             torch.manual_seed(1)
             found.append(step())
     paddings = [step.metrics["perf/padding"] for step in found]
-    assert not CALLS or (paddings[-2:] == [0, 0] and paddings[0] > 0)
+    unpadded = [
+        i for i, form in enumerate(forms) if form.keys() & {"attn_implementation", "in_blocks"}
+    ]
+    assert len(unpadded) >= 2 and {paddings[i] for i in unpadded} == {0}
+    assert "shared" in name or paddings[0] > 0
     # One sequence is not padded to the length of another one; the sides of a pair are.
     assert (paddings[1] == 0) == (name != "reward") and bool(CALLS) == ("shared" not in name)
     for other in found[1:]:
@@ -205,7 +298,7 @@ def test_losses_of_whole_responses_are_those_of_padded_rows(folders, flash):
     for attn in ({}, FLASH | {"micro_batch_tokens": 40}):
         config = tiny.config_of("dpo", str(folders[0]), micro_batch_size=4, **attn)
         lm = tiny.load_lm(config)
-        lm.unpadded_costs = packing.unpadded_costs(lm.base)
+        lm.unpadded_costs = packing.unpadded_costs(lm.base, 30)
         dpo.measure(Plain(lm), pairs, config, torch.zeros(6, 2), Padding())
         found.append(torch.cat([p.grad.flatten() for p in lm.parameters()]))
     padded, unpadded = found

@@ -4,7 +4,8 @@ A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequence
 prompt and response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is
 computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
 
-Flash attention takes no mask, but the lengths of the sequences in a row: all of a micro-batch are one row (`unpad`).
+On a GPU all of a micro-batch are one row without pads (`unpad`): flex_attention computes the blocks of pairs that see
+each other alone, with shared prompts. Flash attention takes no mask, but the lengths of the sequences in a row.
 """
 
 import itertools
@@ -27,6 +28,10 @@ from ..data.micro_batches import TokensOf, padded_tokens
 WINDOWS = ("sliding_window", "attention_chunk_size")
 # Attention that takes a mask of its own for every row.
 MASKED = ("sdpa", "eager")
+# Devices for which torch compiles flex_attention, forward and backward.
+BLOCK_DEVICES = ("cuda",)
+# Tokens of a block, flex_attention's own.
+BLOCK = 128
 # Widths of rows that are tried, as multiples of the longest sequence.
 ROOM_FACTORS = (1, 1.5, 2, 4)
 
@@ -44,12 +49,12 @@ class InRows(NamedTuple):
     """(N,) int64 in [0, g * L): the tokens that are read, which predict those that count, or end each sequence."""
     mask: torch.Tensor | None = None
     """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
-    lengths: Mapping[str, Any] = {}
-    """Instead of a mask, where each sequence begins in the one row, and the longest: arguments of flash attention."""
+    attention: Mapping[str, Any] = {}
+    """Instead of a mask, what keeps the sequences of the one row apart: arguments of the model's forward."""
 
     def states_of(self, lm: Any, module: Any, output: str) -> torch.Tensor:
         """(N, ·): what `module` of a transformers model puts out at `states`."""
-        attention = self.lengths
+        attention = self.attention
         if self.mask is not None:
             # The mask as the model adds it, in rows aligned to 8 elements.
             rows, _, length, _ = self.mask.shape
@@ -87,6 +92,13 @@ class Costs:
     """Attention, per pair of tokens in a row."""
     masked: bool = True
     """False if a row needs no mask, and so costs what its sequences do: they are not padded (`unpad`)."""
+    in_blocks: bool = False
+    """True if flex_attention keeps the sequences of such a row apart, which may share prompts."""
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Return what decides the form of rows: two models that read the same rows have the same."""
+        return self.masked, self.in_blocks
 
     def flop(self, rows: int, width: float) -> float:
         """Return the cost of rows of `width` tokens, with attention over whole rows: a mask saves none of it."""
@@ -147,88 +159,154 @@ def tokens_by(lengths: Sequence[int], costs: Costs | None) -> TokensOf:
 
 
 def shared_tokens(batch: Batch, costs: Costs) -> TokensOf:
-    """Return the tokens of neighbours in `batch` in rows with one prompt each, as many in a row as is cheapest."""
+    """Return the tokens of neighbours in `batch` whose prompts are shared, as many in a row as is cheapest."""
     prompts = batch.prompts.tolist()
     prompt_lengths = batch.prompt_lengths.tolist()
     response_lengths = batch.response_lengths.tolist()
 
     def tokens_of(indices: list[int]) -> int:
-        in_row = in_row_of(batch, costs, torch.tensor(indices))
+        in_row = len(indices) if costs.in_blocks else in_row_of(batch, costs, torch.tensor(indices))
         widths = []
         for _, group in itertools.groupby(indices, lambda i: prompts[i]):
             responses = list(group)
             for begin in range(0, len(responses), in_row):
                 row = responses[begin : begin + in_row]
                 widths.append(prompt_lengths[row[0]] + sum(response_lengths[i] for i in row))
-        return len(widths) * max(widths)
+        return sum(widths) if costs.in_blocks else len(widths) * max(widths)
 
     return tokens_of
 
 
-def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> InRows:
+def _input_lengths(batch: Batch) -> torch.Tensor:
+    """Return the tokens of each sequence but the last, which predicts nothing, (B,) int64 on the CPU."""
+    prompts = batch.prompt_lengths.clamp(1, batch.input_ids.shape[1])
+    return prompts + (batch.response_lengths - 1).clamp(min=0)
+
+
+def _packed(
+    batch: Batch,
+    row: torch.Tensor,
+    lead: torch.Tensor,
+    shared: torch.Tensor,
+    prefix: torch.Tensor,
+    own: torch.Tensor,
+    *,
+    in_blocks: bool = False,
+) -> InRows:
     """Return the sequences of `batch` in rows, without their last tokens, which predict nothing.
 
     Args:
         batch: b sequences.
         row: (b,) int64 on the CPU, the row of each sequence.
-        start: (b,) int64, where in the row it begins.
-        shared: (b,) int64, how many tokens at its beginning all sequences of the row see, and only the first has.
+        lead: (b,) int64, ascending: neighbours of one number share what they begin with, which the first puts there.
+        shared: (b,) int64, how many tokens that is.
+        prefix: (b,) int64, where in the row these begin.
+        own: (b,) int64, where in the row its other tokens begin.
+        in_blocks: there is one row, for flex_attention.
     """
-    # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its
-    # sequence.
-    skipped = torch.where(start > 0, shared, 0)
     columns = batch.input_ids.shape[1]
-    input_lengths = (batch.response_lengths - 1).clamp(min=0)
-    end = batch.prompt_lengths.clamp(max=columns) + input_lengths
-    width = int((start + end - skipped).max())
+    end = _input_lengths(batch)
+    width = int((own + end - shared).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        begin = torch.where(token < skipped[sequence], 0, (start - skipped)[sequence])
+        begin = torch.where(token < shared[sequence], prefix[sequence], (own - shared)[sequence])
         return row[sequence] * width + begin + token
 
-    # The tokens that go into the rows: of each sequence those that no other one of its row has
-    # already put there.
+    # The tokens that go into the rows: of each sequence those that no other one of its row has already put there.
+    first = lead.diff(prepend=lead.new_full((1,), -1)) > 0
     position = torch.arange(columns)
-    is_placed = (position >= skipped[:, None]) & (position < end[:, None])
+    is_placed = (position >= torch.where(first, 0, shared)[:, None]) & (position < end[:, None])
     sequence, token = is_placed.nonzero(as_tuple=True)
-    segment = torch.where(token < shared[sequence], 0, sequence + 1)
+
+    # Who each token belongs to, its sequence or those that share it, and what it sees beside its own.
+    prefix_number = len(row) + lead[sequence]
+    owner = torch.where(token < shared[sequence], prefix_number, sequence)
     rows = int(row.max()) + 1
-    layout = torch.zeros(3, rows * width, dtype=torch.int64)
-    layout[2] = -1  # padding
+    layout = torch.zeros(4, rows * width, dtype=torch.int64)
+    layout[2:] = -1  # padding
     layout[:, place(sequence, token)] = torch.stack(
-        [sequence * len(position) + token, token, segment]
+        [sequence * len(position) + token, token, owner, prefix_number]
     )
 
-    # All of it goes to the device at once. A token sees its own segment and segment 0, and none
-    # after it. What is computed on the CPU's copies of the lengths waits for no device.
+    # All of it goes to the device at once. What is computed on the CPU's copies of the lengths waits for no device.
     device = batch.input_ids.device
-    source, positions, segments = on_device(layout.view(3, -1, width), device)
-    input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
-    other_segments = segments[:, None, :]
-    is_visible = (segments[:, :, None] == other_segments) | (other_segments == 0)
-    is_before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    source, positions, owners, prefixes = on_device(layout.view(4, -1, width), device)
+    input_ids = torch.where(owners < 0, 0, batch.input_ids.flatten()[source])
     states = on_device(place(*batch.response_tokens()), device)
-    mask = (is_visible & is_before)[:, None]
-    return InRows(input_ids, positions, len(sequence), states, mask)
+    packed = InRows(input_ids, positions, len(sequence), states)
+    if in_blocks:
+        mask = _block_mask(layout[2], layout[3], owners[0], prefixes[0])
+        return packed._replace(attention={"attention_mask": mask})
+    other_owners = owners[:, None, :]
+    is_visible = (owners[:, :, None] == other_owners) | (prefixes[:, :, None] == other_owners)
+    is_before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return packed._replace(mask=(is_visible & is_before)[:, None])
 
 
-def pack(batch: Batch, in_row: int) -> InRows:
-    """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
+def _block_mask(owner: torch.Tensor, prefix: torch.Tensor, owners, prefixes) -> Any:
+    """Return which tokens of one row see each other, as flex_attention takes it, without forming pairs of tokens.
+
+    `owner` and `prefix` are (L,) int64 on the CPU: a token sees its own and the prefix's, none after it; `owners` and
+    `prefixes` are the same on the device.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    # How many pairs of two blocks see each other. Tokens of a block are counted by owner, so it is a product.
+    block = torch.arange(len(owner)) // BLOCK
+    keys = torch.zeros(int(block[-1]) + 1, int(prefix.max()) + 1)
+    one = torch.ones(len(owner))
+    keys.index_put_((block, owner), one, accumulate=True)
+    queries = keys.index_put((block, prefix), (prefix != owner).float(), accumulate=True)
+    pairs = queries @ keys.T
+    whole = pairs.tril(-1) == BLOCK * BLOCK
+    parts = (pairs.tril() > 0) & ~whole
+
+    # For each block of queries, the numbers of its blocks of keys: those that are masked, and those seen as a whole.
+    masks = torch.stack([parts, whole]).int()
+    numbers = masks.argsort(dim=2, descending=True, stable=True)
+    counts = on_device(masks.sum(2).int()[:, None, None], owners.device)
+    indices = on_device(numbers.int()[:, None, None], owners.device)
+
+    def sees(_batch, _head, query, key):
+        is_visible = (owners[query] == owners[key]) | (prefixes[query] == owners[key])
+        return is_visible & (key <= query)
+
+    tokens = len(owner)
+    return BlockMask.from_kv_blocks(
+        counts[0], indices[0], counts[1], indices[1], BLOCK, sees, seq_lengths=(tokens, tokens)
+    )
+
+
+def pack(batch: Batch, in_row: int | None) -> InRows:
+    """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt.
+
+    With None all are in one row, for flex_attention.
+    """
     _, group, sizes = torch.unique_consecutive(
         batch.prompts, return_inverse=True, return_counts=True
     )
-    # A row begins with each group, and again after `in_row` of its sequences.
-    begin = (sizes.cumsum(0) - sizes)[group]
-    first = (torch.arange(len(group)) - begin) % in_row == 0
-    row = first.cumsum(0) - 1
+    # A prompt is computed for each group, and again after `in_row` of its sequences, which begin a row.
+    in_group = torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group]
+    first = in_group % (in_row or len(group)) == 0
+    lead = first.cumsum(0) - 1
+    row = torch.zeros_like(lead) if in_row is None else lead
 
     # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one
     # after the other.
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])
-    input_lengths = (batch.response_lengths - 1).clamp(min=0)
-    before = input_lengths.cumsum(0) - input_lengths
-    start = torch.where(first, 0, prompt + before - before[first][row])
-    return _packed(batch, row, start, prompt)
+    after_prompt = _input_lengths(batch) - prompt
+    own = (after_prompt + torch.where(first, prompt, 0)).cumsum(0) - after_prompt
+    prefix = (own - prompt)[first]
+    row_begin = prefix[row]
+    return _packed(
+        batch,
+        row,
+        lead,
+        prompt,
+        prefix[lead] - row_begin,
+        own - row_begin,
+        in_blocks=in_row is None,
+    )
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | None:
@@ -242,43 +320,28 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | Non
         # The last token predicts one that nobody reads: with it, the last state is that of the response's last token.
         responses += [[*a[common:], 0], [*b[common:], 0]]
     batch = make_batch(prompts, responses, 0, device)
-    packed = pack(batch, 2)
+    packed = pack(batch, 2) if costs.masked else unpad(batch, costs)
     # Without a mask attention costs half as much, so a row for each can be cheaper.
     alone = costs.causal_flop(len(sequences), max(map(len, sequences)))
-    if costs.flop(*packed.input_ids.shape) >= alone:
+    if costs.masked and costs.flop(*packed.input_ids.shape) >= alone:
         return None
     last = batch.response_lengths.cumsum(0) - 1
     return packed._replace(states=packed.states[on_device(last, device)])
 
 
-def unpad(batch: Batch) -> InRows:
+def unpad(batch: Batch, costs: Costs) -> InRows:
     """Return the sequences of `batch` in one row, without their last tokens, which predict nothing."""
-    columns = batch.input_ids.shape[1]
-    input_lengths = batch.prompt_lengths.clamp(1, columns) + (batch.response_lengths - 1).clamp(
-        min=0
-    )
-    is_input = torch.arange(columns) < input_lengths[:, None]
-    row, column = batch.response_tokens()
-    states = (input_lengths.cumsum(0) - input_lengths)[row] + column
-    source = is_input.flatten().nonzero()[:, 0]
-    source, states = (on_device(index, batch.input_ids.device) for index in (source, states))
-    return _in_one_row(batch.input_ids.flatten()[source], input_lengths, states)
-
-
-def unpad_sequences(sequences: list[list[int]], device) -> InRows:
-    """Return sequences in one row, read at the last token of each."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    input_ids = torch.tensor(list(itertools.chain(*sequences)))
-    states = lengths.cumsum(0) - 1
-    return _in_one_row(on_device(input_ids, device), lengths, on_device(states, device))
-
-
-def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor) -> InRows:
-    """Return the row of tokens (L,) on the device, which are of sequences of `lengths` (b,) on the CPU."""
+    if costs.in_blocks:
+        return pack(batch, None)
+    lengths = _input_lengths(batch)
+    is_input = torch.arange(batch.input_ids.shape[1]) < lengths[:, None]
     ends = lengths.cumsum(0)
-    begin = (ends - lengths).repeat_interleave(lengths)
-    positions = torch.arange(len(begin)) - begin
-    device = input_ids.device
+    begin = ends - lengths
+    row, column = batch.response_tokens()
+    device = batch.input_ids.device
+    source = on_device(is_input.flatten().nonzero()[:, 0], device)
+    states = on_device(begin[row] + column, device)
+    positions = on_device(is_input.nonzero()[:, 1], device)
     offsets = on_device(torch.cat([ends.new_zeros(1), ends]).int(), device)
     longest = int(lengths.max())
     # Without these transformers would find the sequences by their positions, and wait for the device in every layer.
@@ -288,8 +351,8 @@ def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Te
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    positions = on_device(positions, device)
-    return InRows(input_ids[None], positions[None], len(begin), states, lengths=attention)
+    input_ids = batch.input_ids.flatten()[source]
+    return InRows(input_ids[None], positions[None], len(input_ids), states, attention=attention)
 
 
 def cheapest_rows(
@@ -336,7 +399,7 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 def pack_sequences(batch: Batch, rows: list[list[int]]) -> InRows:
     """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `cheapest_rows`."""
-    lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
+    lengths = _input_lengths(batch)
     row = torch.zeros_like(lengths)
     start = torch.zeros_like(lengths)
     for number, indices in enumerate(rows):
@@ -344,7 +407,8 @@ def pack_sequences(batch: Batch, rows: list[list[int]]) -> InRows:
         in_row = lengths[index]
         row[index] = number
         start[index] = in_row.cumsum(0) - in_row
-    return _packed(batch, row, start, torch.zeros_like(lengths))
+    nothing = torch.zeros_like(lengths)
+    return _packed(batch, row, torch.arange(len(row)), nothing, nothing, start)
 
 
 def attention_of(lm: Any) -> str:
@@ -358,7 +422,32 @@ def _is_flash(lm: Any) -> bool:
     return "flash" in attention_of(lm) and ranks.sequence_group() is None
 
 
-def unsupported_reason(lm: Any, longest: int) -> str | None:
+def _takes_blocks(lm: Any) -> bool:
+    """Return True if the mask of a row may be one of blocks: its attention is sdpa, on a device that has kernels."""
+    may_divide = ranks.sequence_group() is not None
+    return attention_of(lm) == "sdpa" and lm.device.type in BLOCK_DEVICES and not may_divide
+
+
+def _attend_by_blocks() -> None:
+    """Have transformers' sdpa compute masks of blocks by its flex_attention."""
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if getattr(sdpa, "takes_blocks", False):
+        return
+    by_blocks = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+
+    def attention(module, query, key, value, attention_mask, **options):
+        attend = by_blocks if isinstance(attention_mask, BlockMask) else sdpa
+        return attend(module, query, key, value, attention_mask, **options)
+
+    attention.takes_blocks = True
+    AttentionInterface.register("sdpa", attention)
+
+
+def unsupported_reason(lm: Any, longest: int, *, in_blocks: bool = False) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
     if ranks.sequence_group() is not None:
         return "sequence_parallel divides rows of one sequence each"
@@ -370,12 +459,17 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
     for name in WINDOWS:
         if 0 < (getattr(text, name, None) or 0) < longest:
             return f"{name}={getattr(text, name)} is shorter than a prompt with its response ({longest})"
-    return _differs(lm, lambda batch: pack(batch, 2))
+    return _differs(lm, lambda batch: pack(batch, None if in_blocks else 2), trains=in_blocks)
 
 
 @torch.no_grad()
-def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5) -> str | None:
-    """Return in words how two responses to one prompt differ in a row each and in the rows of `rows_of`, or None."""
+def _differs(
+    lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5, *, trains: bool = False
+) -> str | None:
+    """Return in words how two responses to one prompt differ in a row each and in the rows of `rows_of`, or None.
+
+    With `trains` the backward pass is tried too, as its kernels are other ones.
+    """
     if lm.device.type == "meta":  # a dry run, where nothing is computed
         return None
     text = lm.config.get_text_config()
@@ -389,7 +483,13 @@ def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5
         outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
         alone = outputs.last_hidden_state[:, :-1]
         alone = alone[batch.response_mask]
-        together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state")
+        with torch.set_grad_enabled(trains):
+            together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state")
+        if together.requires_grad:
+            weights = [weight for weight in lm.parameters() if weight.requires_grad]
+            # The first of the smallest weights, as a rule a norm's, is below all layers.
+            first_norm = min(weights, key=torch.numel)
+            torch.autograd.grad(together, first_norm, torch.ones_like(together), allow_unused=True)
     # A model without position_ids, or with a mask of another form: each says so in its own way.
     except Exception as error:
         reason = f"takes no mask and positions of its own ({type(error).__name__})"
@@ -402,10 +502,15 @@ def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5
     return f"{type(lm).__name__} {reason}"
 
 
-def unpadded_costs(lm: Any) -> Costs | None:
-    """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart."""
+def unpadded_costs(lm: Any, longest: int) -> Costs | None:
+    """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart.
+
+    The longest sequence has `longest` tokens.
+    """
     options = {"option": "packing", "otherwise": "rows are padded"}
-    return packing_costs(lm, 0, None, **options) if _is_flash(lm) else None
+    if not (_is_flash(lm) or _takes_blocks(lm)):
+        return None
+    return packing_costs(lm, longest, None, **options, with_mask=False)
 
 
 def packing_costs(
@@ -415,18 +520,32 @@ def packing_costs(
     *,
     option: str,
     otherwise: str,
+    with_mask: bool = True,
 ) -> Costs | None:
     """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot.
 
-    Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts.
+    Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts. Where blocks fail, a row
+    takes a dense mask if it may, `with_mask`.
     """
     takes_lengths = _is_flash(lm) and not (wanted and option == "share_prompts")
     if wanted is False and (option == "packing" or not takes_lengths):
         return None
+    in_blocks = _takes_blocks(lm)
     # Layers that look back a few tokens leak most behind a short prompt.
-    reason = _differs(lm, unpad, 1) if takes_lengths else unsupported_reason(lm, longest)
+    if takes_lengths:
+        lengths = Costs(0, 0, masked=False)
+        reason = _differs(lm, lambda batch: unpad(batch, lengths), 1)
+    else:
+        if in_blocks:
+            _attend_by_blocks()
+        reason = unsupported_reason(lm, longest, in_blocks=in_blocks)
+        if reason is not None and in_blocks and with_mask:
+            # A dense mask is kept in memory, and computed for all pairs.
+            print_rank0(f"rows take a dense mask: {reason}")
+            in_blocks, reason = False, unsupported_reason(lm, longest)
     if reason is None:
-        return replace(costs_of(lm), masked=not takes_lengths)
+        masked = not takes_lengths and not in_blocks
+        return replace(costs_of(lm), masked=masked, in_blocks=in_blocks)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     print_rank0(f"{otherwise}: {reason}")

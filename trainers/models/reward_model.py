@@ -285,7 +285,7 @@ def load_reward_model(
         from .sequences import SequenceParts
 
         model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)
-    model.unpadded_costs = unpadded_costs(model.classifier)
+    model.unpadded_costs = unpadded_costs(model.classifier, config.longest_sequence)
     if config.gradient_checkpointing:
         from .checkpointing import checkpoint_activations
 

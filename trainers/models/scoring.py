@@ -17,7 +17,7 @@ from .packing import Costs, tokens_by, unpad, unpadded_costs
 def load_to_score(config: RunConfig, device: torch.device) -> LanguageModel:
     """Return the model of a run on whole rows, which it does not pad where its attention allows it."""
     lm = load_lm(config, device)
-    lm.unpadded_costs = unpadded_costs(lm.base)
+    lm.unpadded_costs = unpadded_costs(lm.base, config.longest_sequence)
     return lm
 
 
@@ -113,7 +113,7 @@ def logprobs_of(
         batch = make_batch(prompts, responses, 0, device)
         with torch.set_grad_enabled(loss is not None):
             inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask}
-            packed = None if costs is None else unpad(batch)
+            packed = None if costs is None else unpad(batch, costs)
             scored = model(**inputs, places=batch.places(), packed=packed)
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:

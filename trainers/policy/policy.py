@@ -95,7 +95,7 @@ class Policy(Generic[Config]):
         """Return the inputs with which model and reference score the sequences of a micro-batch."""
         packed = None
         if self.costs is not None and not self.costs.masked:
-            packed = unpad(batch)
+            packed = unpad(batch, self.costs)
         elif self.costs is not None and batch.token_counts.any():
             # Prompts are shared where that is cheaper. The lengths are on the CPU, so the device is not waited for.
             in_row = in_row_of(batch, self.costs)
@@ -127,7 +127,8 @@ class Policy(Generic[Config]):
             return list(index.split(self.config.micro_batch_size))
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
         tokens_of = tokens_by(lengths, self.costs)
-        if together > 1 and self.costs is not None and self.costs.masked:
+        shares = self.costs is not None and (self.costs.masked or self.costs.in_blocks)
+        if together > 1 and shares:
             tokens_of = shared_tokens(batch, self.costs)
         units = index.view(-1, together).tolist()
         return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, max_tokens)]

@@ -18,7 +18,7 @@ from ..data.examples import Examples
 from ..data.reading import RowReport, RowsLike, load_train_eval
 from ..data.rows import Rows
 from ..models import language_model
-from ..models.packing import packing_costs
+from ..models.packing import packing_costs, unpadded_costs
 from ..rollouts.generate import TransformersSampler
 from ..rollouts.options import ROLLOUT_BATCH_SIZE
 from ..rollouts.roll_out import prompts_of, right_answer
@@ -118,15 +118,15 @@ class Inputs(Generic[Config]):
     def load_policy(
         self,
         *,
-        packing_option: str = "share_prompts",
-        packing: bool | None = False,
+        packing_option: str | None = None,
+        packing: bool | None = None,
         needs_reference: bool = True,
         frozen: bool = False,
     ) -> Policy[Config]:
         """Return the policy in a DeepSpeed engine, with its reference and its sampler. All ranks must call this.
 
         Args:
-            packing_option: the option which puts several sequences into a row.
+            packing_option: the option which puts several sequences into a row; None does so where none is padded.
             packing: the value of that option; None packs if the model can.
             needs_reference: whether the policy is compared with the model that it starts from.
             frozen: True if the policy is not trained.
@@ -135,13 +135,14 @@ class Inputs(Generic[Config]):
         config, tokenizer, device = self.config, self.tokenizer, self.run.device
         lm = language_model.load_lm(config, device)
         # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
-        costs = packing_costs(
-            lm.base,
-            config.longest_sequence,
-            packing,
-            option=packing_option,
-            otherwise=WHEN_OFF[packing_option],
-        )
+        longest = config.longest_sequence
+        if packing_option is None:
+            costs = unpadded_costs(lm.base, longest)
+        else:
+            otherwise = WHEN_OFF[packing_option]
+            costs = packing_costs(
+                lm.base, longest, packing, option=packing_option, otherwise=otherwise
+            )
         # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
         reference = None
         if needs_reference and not lm.lora:

@@ -210,7 +210,9 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
 
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
-    reads_packed = packing_costs(lm, config.longest_sequence, config.packing, **rows) is not None
+    costs = packing_costs(lm, config.longest_sequence, config.packing, **rows)
+    both_pack = costs is not None and policy.costs is not None
+    reads_packed = both_pack and costs.form == policy.costs.form
 
     # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
@@ -322,7 +324,7 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     if costs is None:
         return inputs | {"packed": None}
     if not costs.masked:
-        return inputs | {"packed": unpad(batch)}
+        return inputs | {"packed": unpad(batch, costs)}
     # The last token of a sequence predicts no other token, so it is not fed to the models.
     input_lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     lengths = input_lengths.tolist()
