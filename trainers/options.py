@@ -93,6 +93,8 @@ class ModelConfig(LoadConfig):
     """Recompute activations in the backward pass."""
     checkpoint_activations_on: Literal["device", "cpu"] = may_change("device")
     """Where the inputs of the layers that are recomputed wait for the backward pass: cpu frees memory of a GPU."""
+    torch_compile: bool = may_change(False)
+    """Compile each layer of the model for training passes, with `zero_stage` 0 to 2. The first step takes minutes."""
     loss_from: Literal["linear", "logits"] = may_change("linear")
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits, also of
     a model whose head does more than multiply, scale and cap."""
@@ -105,6 +107,11 @@ class ModelConfig(LoadConfig):
             "checkpoint_activations_on",
             lambda config: config.gradient_checkpointing,
             without("--gradient_checkpointing true"),
+        ),
+        Requirement(
+            "torch_compile",
+            lambda config: config.zero_stage < 3 and config.sequence_parallel == 1,
+            "needs whole layers on every process: zero_stage 2 or lower, and no sequence_parallel",
         ),
     )
 

@@ -345,6 +345,11 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         from .checkpointing import checkpoint_activations
 
         checkpoint_activations(lm, config.checkpoint_activations_on)
+    # A frozen model is compiled too, so that a policy which has not moved has its reference's bits.
+    if config.torch_compile:
+        from .compiled import compile_layers
+
+        compile_layers(lm)
     sequence_parts = None
     if config.sequence_parallel > 1:
         from .sequences import SequenceParts

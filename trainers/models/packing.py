@@ -8,6 +8,7 @@ On a GPU all of a micro-batch are one row without pads (`unpad`): flex_attention
 each other alone, with shared prompts. Flash attention takes no mask, but the lengths of the sequences in a row.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -428,6 +429,7 @@ def _takes_blocks(lm: Any) -> bool:
     return attention_of(lm) == "sdpa" and lm.device.type in BLOCK_DEVICES and not may_divide
 
 
+@functools.cache
 def _attend_by_blocks() -> None:
     """Have transformers' sdpa compute masks of blocks by its flex_attention."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -435,15 +437,12 @@ def _attend_by_blocks() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(sdpa, "takes_blocks", False):
-        return
     by_blocks = ALL_ATTENTION_FUNCTIONS["flex_attention"]
 
     def attention(module, query, key, value, attention_mask, **options):
         attend = by_blocks if isinstance(attention_mask, BlockMask) else sdpa
         return attend(module, query, key, value, attention_mask, **options)
 
-    attention.takes_blocks = True
     AttentionInterface.register("sdpa", attention)
 
 
@@ -502,15 +501,20 @@ def _differs(
     return f"{type(lm).__name__} {reason}"
 
 
-def unpadded_costs(lm: Any, longest: int) -> Costs | None:
+def unpadded_costs(lm: Any, longest: int, otherwise: str = "rows are padded") -> Costs | None:
     """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart.
 
-    The longest sequence has `longest` tokens.
+    The longest sequence has `longest` tokens, and `otherwise` says what happens with None.
     """
-    options = {"option": "packing", "otherwise": "rows are padded"}
-    if not (_is_flash(lm) or _takes_blocks(lm)):
-        return None
-    return packing_costs(lm, longest, None, **options, with_mask=False)
+    if not _takes_blocks(lm):
+        options = {"option": "packing", "otherwise": otherwise}
+        return packing_costs(lm, longest, None, **options) if _is_flash(lm) else None
+    _attend_by_blocks()
+    reason = unsupported_reason(lm, longest, in_blocks=True)
+    if reason is None:
+        return replace(costs_of(lm), masked=False, in_blocks=True)
+    print_rank0(f"{otherwise}: {reason}")
+    return None
 
 
 def packing_costs(
@@ -520,32 +524,28 @@ def packing_costs(
     *,
     option: str,
     otherwise: str,
-    with_mask: bool = True,
 ) -> Costs | None:
     """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot.
 
-    Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts. Where blocks fail, a row
-    takes a dense mask if it may, `with_mask`.
+    Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts.
     """
     takes_lengths = _is_flash(lm) and not (wanted and option == "share_prompts")
     if wanted is False and (option == "packing" or not takes_lengths):
         return None
-    in_blocks = _takes_blocks(lm)
+    if _takes_blocks(lm):
+        # A dense mask is kept in memory, and computed for all pairs.
+        costs = unpadded_costs(lm, longest, "rows take a dense mask")
+        if costs is not None:
+            return costs
     # Layers that look back a few tokens leak most behind a short prompt.
-    if takes_lengths:
-        lengths = Costs(0, 0, masked=False)
-        reason = _differs(lm, lambda batch: unpad(batch, lengths), 1)
-    else:
-        if in_blocks:
-            _attend_by_blocks()
-        reason = unsupported_reason(lm, longest, in_blocks=in_blocks)
-        if reason is not None and in_blocks and with_mask:
-            # A dense mask is kept in memory, and computed for all pairs.
-            print_rank0(f"rows take a dense mask: {reason}")
-            in_blocks, reason = False, unsupported_reason(lm, longest)
+    lengths = Costs(0, 0, masked=False)
+    reason = (
+        _differs(lm, lambda batch: unpad(batch, lengths), 1)
+        if takes_lengths
+        else unsupported_reason(lm, longest)
+    )
     if reason is None:
-        masked = not takes_lengths and not in_blocks
-        return replace(costs_of(lm), masked=masked, in_blocks=in_blocks)
+        return replace(costs_of(lm), masked=not takes_lengths)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     print_rank0(f"{otherwise}: {reason}")

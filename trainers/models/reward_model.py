@@ -290,6 +290,10 @@ def load_reward_model(
         from .checkpointing import checkpoint_activations
 
         checkpoint_activations(model.classifier, config.checkpoint_activations_on)
+    if config.torch_compile:
+        from .compiled import compile_layers
+
+        compile_layers(model.classifier)
     return model
 
 

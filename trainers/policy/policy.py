@@ -38,6 +38,14 @@ SHOWN = 4
 SURROGATES_BEYOND_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
+def eager_layers(config: SamplingRunConfig) -> contextlib.AbstractContextManager:
+    """Return a context that runs layers as they are: sampling calls them with another past for every token."""
+    # PyTorch's compiler is imported only where it is used.
+    if not config.torch_compile:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 class PolicyOutput(NamedTuple):
     """The results of one forward pass of a micro-batch of b sequences."""
 
@@ -127,9 +135,9 @@ class Policy(Generic[Config]):
             return list(index.split(self.config.micro_batch_size))
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
         tokens_of = tokens_by(lengths, self.costs)
-        shares = self.costs is not None and (self.costs.masked or self.costs.in_blocks)
-        if together > 1 and shares:
-            tokens_of = shared_tokens(batch, self.costs)
+        costs = self.costs
+        if together > 1 and costs is not None and (costs.masked or costs.in_blocks):
+            tokens_of = shared_tokens(batch, costs)
         units = index.view(-1, together).tolist()
         return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, max_tokens)]
 
@@ -212,17 +220,20 @@ class Policy(Generic[Config]):
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
-        rollout = roll_out(
-            self.sampler,
-            self.scorers,
-            prompts,
-            sampling,
-            self.tokenizer,
-            self.device,
-            copies=copies,
-            vocab=vocab,
-            progress=Progress(self.trained_steps, self.config.total_steps, self.steps_per_epoch),
-        )
+        with eager_layers(self.config):
+            rollout = roll_out(
+                self.sampler,
+                self.scorers,
+                prompts,
+                sampling,
+                self.tokenizer,
+                self.device,
+                copies=copies,
+                vocab=vocab,
+                progress=Progress(
+                    self.trained_steps, self.config.total_steps, self.steps_per_epoch
+                ),
+            )
         if sampling.temperature and seeds is None:
             count, seed = SHOWN // 2, f"{self.config.seed} {self.published}"
             places = range(len(rollout.samples))

@@ -32,7 +32,7 @@ from ..scorers.load import load_scorers
 from ..scorers.options import ScorersLike, with_scorers
 from .evaluate import HeldOut, held_out_share
 from .options import PolicyConfig, SamplingRunConfig, ScoredRunConfig
-from .policy import Policy
+from .policy import Policy, eager_layers
 from .reference import PolicyWithoutAdapters, Reference
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class Inputs(Generic[Config]):
 
         # The sampler, and what each rank saves in checkpoints for itself. The seeds differ by rank, because otherwise
         # equal prompts on two ranks would get equal responses.
-        sampler = build_sampler(config, model, tokenizer, self.users_sampler)
+        with eager_layers(config):
+            sampler = build_sampler(config, model, tokenizer, self.users_sampler)
         seeds = Seeds(config.seed + ranks.rank() * 100_003)
         stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
         return Policy(

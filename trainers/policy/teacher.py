@@ -211,8 +211,9 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
     costs = packing_costs(lm, config.longest_sequence, config.packing, **rows)
-    both_pack = costs is not None and policy.costs is not None
-    reads_packed = both_pack and costs.form == policy.costs.form
+    reads_packed = False
+    if costs is not None and policy.costs is not None:
+        reads_packed = costs.form == policy.costs.form
 
     # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
