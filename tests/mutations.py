@@ -645,6 +645,18 @@ MUTATIONS = {
         "layer.sliding_window - 2",
         "tests/trainers/test_sampling.py -k bits",
     ),
+    "a captured step masks what it saw at its capture": Mutation(
+        "trainers/rollouts/past.py",
+        "return self.past.column if self.past.is_fixed else self.past.width",
+        "return self.past.width",
+        "tests/trainers/test_sampling.py -k captured",
+    ),
+    "the comparison is the last to write the past": Mutation(
+        "trainers/rollouts/generate.py",
+        "            graph.replay()\n",
+        "            graph.replay()\n            _ = expected is None or self._next_logits(is_fixed=False)\n",
+        "tests/trainers/test_sampling.py -k compared",
+    ),
     "min_p is never applied": Mutation(
         "trainers/rollouts/sampling.py",
         "if sampling.min_p > 0:",

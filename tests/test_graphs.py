@@ -77,3 +77,24 @@ def test_compiled_with_graphs_it_is_the_same(name):
         found = [x.clone() for x in step(compiled, leaves)]
     for mine, exact in zip(found, step(call, leaves), strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampled_steps_are_captured_and_draw_what_others_do(temperature, capsys):
+    for needed in ("deepspeed", "pydantic"):
+        pytest.importorskip(needed)
+    from fused_rl.trainers.rollouts.generate import TransformersSampler
+    from fused_rl.trainers.rollouts.sampling import Sampling
+    from tests.trainers.test_packing import model
+
+    sampler = TransformersSampler(model("Llama").eval().to(DEVICE), pad_id=0, batch_size=16)
+    prompts = [[5 + i % 3] * (3 + i % 4) for i in range(16)]
+    sampling = Sampling(temperature, 40, (3, 4, 20))
+    found = []
+    for captures in (True, False):
+        sampler.graphs.is_on = captures
+        torch.manual_seed(0)
+        found.append([response.ids for response in sampler.sample(prompts, sampling)])
+        assert sampler.graphs.is_on == captures
+    assert found[0] == found[1] and sampler.graphs.unchecked == 0
+    assert capsys.readouterr().out == ""

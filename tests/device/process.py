@@ -83,6 +83,7 @@ def patch(cuda, guard) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests import graphs
     from tests.device import tensors
 
     cuda._lazy_init = lambda: None
@@ -105,6 +106,8 @@ def patch(cuda, guard) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None
     cuda.synchronize = lambda device=None: tensors.wait("synchronize")
+    cuda.CUDAGraph, cuda.graph = tensors.Graph, graphs.capture
+    cuda.set_sync_debug_mode = tensors.set_sync_debug_mode
     init = dist.init_process_group
     dist.init_process_group = lambda backend, **options: init(
         _over_gloo(backend, cuda.current_device()), **options

@@ -20,6 +20,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests import graphs
+
 ROOT = Path(__file__).parents[2]
 OURS = {
     __file__,
@@ -56,13 +58,37 @@ def counted():
         _waits = before
 
 
+_sync_debug_mode = "default"
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """With "error", what waits raises, as with torch.cuda's."""
+    global _sync_debug_mode
+    _sync_debug_mode = mode
+
+
 def wait(what: str) -> None:
     """One more read."""
-    _waits.reads[f"{place()} {what}"] += 1
+    _note(_waits.reads, what)
 
 
 def _upload(what: str) -> None:
-    _waits.uploads[f"{place()} {what}"] += 1
+    _note(_waits.uploads, what)
+
+
+def _note(counter: collections.Counter, what: str) -> None:
+    if _sync_debug_mode == "error":
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+    counter[f"{place()} {what}"] += 1
+
+
+class Graph(graphs.Graph):
+    """Stands for torch.cuda.CUDAGraph: a replay is one launch."""
+
+    def replay(self):
+        with counted():
+            super().replay()
+        _waits.launches["replay"] += 1
 
 
 def place() -> str:

@@ -148,15 +148,40 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", [slow("whole vocabulary"), slow("kept sets")])
-def test_sampling_waits_once_for_eight_tokens(device, folders, name):
-    options, reads = SAMPLED[name]
-    config = steps.small_config("grpo", folders[0], max_new_tokens=32, **options)
-    sampler, prompts, sampling = steps.sampler_of(config, device)
+def sample(sampler, prompts, sampling):
+    """The token ids of responses from a seed, and how often the host waits."""
+    torch.manual_seed(0)
     with tensors.counted() as waits:
         responses = sampler.sample(prompts, sampling)
-    longest = max(len(response.ids) for response in responses)
-    assert longest == 32
-    assert waits.reads.total() == reads, waits.reads
-    assert reads - OF_PROMPTS <= longest / 8
-    assert not waits.uploads
+    return [response.ids for response in responses], waits
+
+
+@pytest.mark.parametrize("name", ["whole vocabulary", slow("kept sets")])
+def test_a_sampled_step_is_one_launch_and_the_sampler_waits_once_for_eight(device, folders, name):
+    options, reads = SAMPLED[name]
+    config = steps.small_config("grpo", folders[0], max_new_tokens=32, **options)
+    sampler, *inputs = steps.sampler_of(config, device)
+    sampler.graphs.unchecked = 0
+    captured, waits = sample(sampler, *inputs)
+    sampler.graphs.is_on = False
+    plain, plain_waits = sample(sampler, *inputs)
+    assert captured == plain and max(map(len, plain)) == 32
+    for counts in (waits, plain_waits):
+        assert counts.reads.total() == reads, counts.reads
+        assert reads - OF_PROMPTS <= 32 / 8
+        assert not counts.uploads
+    # The prompts, the first step, which is computed once and captured, and no other.
+    assert waits.launches["replay"] == 31
+    assert waits.launches["mm"] / 3 == plain_waits.launches["mm"] / 32
+
+
+def test_a_step_that_waits_is_not_captured(device, folders, capsys):
+    sampler, *inputs = steps.sampler_of(steps.small_config("grpo", folders[0]), device)
+    sampler.graphs.is_on = False
+    plain, _ = sample(sampler, *inputs)
+    sampler.graphs.is_on = True
+    sampler.lm.register_forward_hook(lambda lm, _, output: output.logits.max().tolist() and None)
+    found, waits = sample(sampler, *inputs)
+    assert found == plain and not waits.launches["replay"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "without CUDA graphs" in line and "synchronizing CUDA operation" in line

@@ -1,5 +1,7 @@
 """Responses drawn with a past that is written in place, and looks at what has ended that are several tokens apart."""
 
+import gc
+import weakref
 from importlib.metadata import version
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from bench.trainers import decode_passes
 from fused_rl.trainers.rollouts import generate, past
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
+from tests import graphs
+from tests.marks import diagonal
 from tests.trainers.test_packing import model
 
 # The shortest first.
@@ -32,11 +36,16 @@ KINDS = {
 }
 
 
-def drawn(lm, prompts, sampling, *, every=None, seed=0, **options):
+def sampler_of(lm, *, every=None, captures=False, **options):
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=8, poll_every=every, **options)
+    sampler.graphs.is_on = captures
+    return sampler
+
+
+def drawn(lm, prompts, sampling, *, seed=0, **options):
     """The responses, from a seed."""
     torch.manual_seed(seed)
-    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=8, poll_every=every, **options)
-    return sampler.sample([list(prompt) for prompt in prompts], sampling)
+    return sampler_of(lm, **options).sample([list(prompt) for prompt in prompts], sampling)
 
 
 def token_ids(responses) -> list[list[int]]:
@@ -94,7 +103,7 @@ def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatc
 
     def spoilt(rows, token):
         feed(rows, token)
-        if rows.width > 12 + 5:
+        if rows.past.width > 12 + 5:
             rows.logits[rows.responses.index(4)] = torch.nan
 
     monkeypatch.setattr(generate._Rows, "feed", spoilt)
@@ -137,3 +146,110 @@ def test_a_rank_that_has_ended_keeps_step_with_those_that_go_on(monkeypatch):
         together = drawn(lm, PADDED, Sampling(1.0, 20, stops), every=every, synced_gpus=True)
         assert len(passes) == 20
         assert token_ids(together) == token_ids(alone)
+
+
+# Steps that are captured.
+
+
+@pytest.fixture
+def captured(monkeypatch, poisoned):
+    """The graphs that stand for CUDA's, in a list that fills; memory that nobody has written holds NaN."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graphs.Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graphs.capture)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(graphs.Graph, "captured", [])
+    monkeypatch.setattr(generate.TransformersSampler, "reports_logprobs", True)
+    return graphs.Graph.captured
+
+
+SAMPLINGS = {
+    "greedy": Sampling(0.0, 24, STOPS),
+    "sampled": Sampling(0.7, 24, STOPS),
+    "kept sets": Sampling(1.3, 24, STOPS, min_p=0.05),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "prompts"),
+    diagonal(KINDS, SAMPLINGS, {"padded": PADDED, "even": EVEN}),
+)
+def test_captured_steps_draw_what_others_do(kind, sampling, prompts, monkeypatch, captured, capsys):
+    # There is room for few tokens, and rows end, so that several graphs are captured and the window moves.
+    monkeypatch.setattr(past, "BLOCK", 5)
+    name, options = kind
+    lm = model(name, **options).eval()
+    plain = drawn(lm, prompts, sampling, every=4)
+    state = torch.get_rng_state()
+    assert not captured
+    scores = watch_scores(monkeypatch)
+    found = drawn(lm, prompts, sampling, every=4, captures=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert token_ids(found) == token_ids(plain)
+    for response, other in zip(found, plain, strict=True):
+        assert response.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+        if sampling.truncates:
+            assert torch.equal(response.support.ids, other.support.ids)
+    # Every draw but the first is from the logits of a replay.
+    assert sum(graph.replays for graph in captured) == len(scores) - 1
+    assert len(captured) >= (len(scores) - 1) / 5
+    assert capsys.readouterr().out == ""
+
+
+def test_the_first_steps_are_compared_and_none_of_it_reaches_the_responses(captured, monkeypatch):
+    lm, sampling = model("Llama").eval(), Sampling(1.0, 12, ())
+    sampler, eager = sampler_of(lm, captures=True), []
+    lm.register_forward_hook(lambda *_: eager.append(1))
+    found = []
+    for passes in (1 + 4 + 2, 1 + 2):
+        # The prompts, the compared steps, and the first step of the shapes, which is computed and captured.
+        eager.clear()
+        torch.manual_seed(0)
+        found.append(sampler.sample([list(prompt) for prompt in PADDED], sampling))
+        assert len(eager) == passes
+    assert found[0] == found[1]
+
+
+def test_what_is_sampled_leaves_no_memory_to_the_garbage_collector(captured, monkeypatch):
+    layers, init = [], past._Layer.__init__
+
+    def noted(layer, *inputs):
+        layers.append(weakref.ref(layer))
+        init(layer, *inputs)
+
+    monkeypatch.setattr(past._Layer, "__init__", noted)
+    lm = model("Llama").eval()
+    gc.collect()
+    gc.disable()
+    try:
+        for captures in (False, True):
+            drawn(lm, PADDED, Sampling(1.0, 12, STOPS), every=4, captures=captures)
+        assert len(layers) > 4 and not any(layer() for layer in layers)
+    finally:
+        gc.enable()
+
+
+def stale(graph):
+    """What a graph would do of which some number was the host's."""
+
+
+def refused(*_):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "reason"),
+    [("replay", stale, "other logits"), ("__init__", refused, "when stream is capturing")],
+)
+def test_a_graph_that_fails_is_a_line_and_what_is_drawn_is_what_others_draw(
+    name, replacement, reason, captured, monkeypatch, capsys
+):
+    lm, sampling = model("Llama").eval(), Sampling(1.0, 12, STOPS)
+    plain = drawn(lm, PADDED, sampling, every=8)
+    monkeypatch.setattr(graphs.Graph, name, replacement)
+    sampler = sampler_of(lm, every=8, captures=True)
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = sampler.sample([list(prompt) for prompt in PADDED], sampling)
+        assert token_ids(found) == token_ids(plain)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("LlamaForCausalLM is sampled without CUDA graphs") and reason in line

@@ -6,6 +6,7 @@ Where a model keeps its past in another form than keys and values, transformers'
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from .types import Response, Sampler
 POLL_EVERY = 16
 # Bytes of kept sets that may be noted between two polls; a single token may need more.
 SUPPORT_BYTES = 1 << 28
+# Steps by a CUDA graph that was captured in an earlier one, which are compared with steps without one.
+CHECKED_STEPS = 3
 
 
 class Sampled(NamedTuple):
@@ -76,6 +79,9 @@ class TransformersSampler(Sampler):
         self.step: int | None = None
         # Tried here, where under ZeRO 3 all ranks run the model together.
         self.is_in_place = keeps_keys_and_values(lm)
+        self.graphs = _Graphs(self.is_in_place and lm.device.type == "cuda")
+        if synced_gpus:
+            self.graphs.drop(lm, "under ZeRO 3 every step gathers the weights anew")
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
@@ -130,7 +136,7 @@ class TransformersSampler(Sampler):
         """Return one response per prompt; after `every` steps the host waits for the device and polls which ended."""
         # What is sampled stays on the device until the end, since each copy to the host would wait for it: token ids by
         # step and response, and which responses are broken.
-        rows = _Rows(self.lm, prompts, sampling, self.pad_id)
+        rows = _Rows(self.lm, prompts, sampling, self.pad_id, self.graphs)
         device = self.lm.device
         count = len(prompts)
         ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
@@ -258,7 +264,7 @@ def _stepwise_difference(lm) -> float:
     """Return by how much logits differ that a past gives and those of whole texts; 1 is what rounding explains."""
     texts = [[1, 2, 3, 4], [5, 6]]
     sampling = Sampling(max_new_tokens=2, temperature=1.0, stop_ids=())
-    rows = _Rows(lm, [text[:-1] for text in texts], sampling, 0)
+    rows = _Rows(lm, [text[:-1] for text in texts], sampling, 0, _Graphs(is_on=False))
     rows.feed(torch.tensor([text[-1] for text in texts], device=lm.device))
     ids, mask = _left_padded(texts, 0, lm.device)
     position = (mask.cumsum(1) - 1).clamp(min=0)
@@ -283,11 +289,52 @@ def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -
     return Sampled(responses, supports, broken, logprobs)
 
 
+@dataclass
+class _Graphs:
+    """Whether steps are captured as CUDA graphs, which launch all kernels of a step at once.
+
+    Draws are no part of them: the host launches their few kernels while the device still computes the step.
+    """
+
+    is_on: bool
+    unchecked: int = CHECKED_STEPS
+
+    def drop(self, lm, reason: str) -> None:
+        """Capture none from now on, and say why."""
+        if self.is_on:
+            slower = f"{type(lm).__name__} is sampled without CUDA graphs, which is slower"
+            print_rank0(f"{slower}: {reason}")
+        self.is_on = False
+
+
+def _captured(compute: Callable[[], torch.Tensor]):
+    """Return a CUDA graph of a function, and its result, which every replay computes anew."""
+    # The first call loads kernels. What waits for the device cannot be captured, so it raises here: a capture that
+    # fails may leave the generator of the process unusable.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compute()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Other threads may call CUDA meanwhile, such as that of a data loader.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = compute()
+    return graph, result
+
+
 class _Rows:
     """The responses that are computed: those that go on, and until the next poll those that have ended since."""
 
-    def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
-        from .past import in_place
+    def __init__(
+        self,
+        lm,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        pad_id: int,
+        graphs: _Graphs,
+    ):
+        from .past import Past
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]
@@ -311,36 +358,75 @@ class _Rows:
         row = on_device(row, lm.device)
         self.lm = lm
         self.logits = output.logits[row, -1]
-        self.width = input_ids.shape[1]
+        width = input_ids.shape[1]
         self.position = mask[row].sum(1, keepdim=True)
         self.mask = None
         if len(set(map(len, distinct))) > 1:
             response_columns = (0, sampling.max_new_tokens)
             self.mask = nn.functional.pad(mask[row], response_columns, value=1)
         self.cache = output.past_key_values
-        max_tokens = self.width + sampling.max_new_tokens
-        waits = lm.device.type != "cpu"
-        in_place(self.cache, row, max_tokens, maskable=self.mask is not None and waits)
+        self.past = Past(
+            width,
+            width + sampling.max_new_tokens,
+            is_maskable=self.mask is not None and lm.device.type != "cpu",
+            device=lm.device,
+        )
+        self.past.take_over(self.cache, row)
+        self.graphs = graphs
+        self.graph = None
+        self.token = torch.empty_like(self.position)
         self.responses = list(range(len(prompts)))  # the number of each row's response
         self.response_index = torch.arange(len(prompts), device=lm.device)
 
     def feed(self, token: torch.Tensor) -> None:
         """Compute the logits after the next token (b,) of each row."""
-        self.width += 1
+        if self.past.make_room(self.cache):
+            self.graph = None
+        self.token.copy_(token[:, None])
+        logits = self._by_graph() if self.graphs.is_on else None
+        self.logits = self._next_logits(is_fixed=False) if logits is None else logits
+        self.past.width += 1
+        self.past.column += 1
+        self.position += 1
+
+    def _next_logits(self, *, is_fixed: bool) -> torch.Tensor:
+        """Return the logits (b, V) after `token`, and write its keys and values; a second call does the same again."""
+        self.past.is_fixed = is_fixed
+        width = self.past.max_tokens if is_fixed else self.past.width + 1
         output = self.lm(
-            input_ids=token[:, None],
-            attention_mask=None if self.mask is None else self.mask[:, : self.width],
+            input_ids=self.token,
+            attention_mask=None if self.mask is None else self.mask[:, :width],
             position_ids=self.position,
             past_key_values=self.cache,
             use_cache=True,
         )
-        self.logits = output.logits[:, -1]
-        self.position = self.position + 1
+        return output.logits[:, -1]
+
+    def _by_graph(self) -> torch.Tensor | None:
+        """Return the logits by a CUDA graph; None, with a line, if it cannot be captured or computes other ones."""
+        graphs = self.graphs
+        try:
+            # Compared or not, the graph is the last to write the past, so a resumed run continues with the same bits.
+            expected = self._next_logits(is_fixed=False) if graphs.unchecked else None
+            if self.graph is None:
+                self.graph = _captured(lambda: self._next_logits(is_fixed=True))
+            elif graphs.unchecked:
+                graphs.unchecked -= 1
+            graph, logits = self.graph
+            graph.replay()
+            if expected is not None and not relative_difference(logits[0], expected[0]) <= 1:
+                raise ValueError("they compute other logits")
+            return logits
+        except Exception as error:
+            graphs.drop(self.lm, in_a_line(error))
+            return None
 
     def keep(self, unfinished: list[int]) -> torch.Tensor:
         """Continue with these rows alone, with a copy of their past; return their indices, on the device."""
         index = on_device(torch.tensor(unfinished), self.response_index.device)
         self.cache.batch_select_indices(index)
+        self.graph = None
+        self.token = self.token[index]
         self.position = self.position[index]
         self.response_index = self.response_index[index]
         self.mask = None if self.mask is None else self.mask[index]
@@ -367,11 +453,11 @@ def _poll_finished(
 def _worth_compacting(unfinished: int, rows: int, every: int) -> bool:
     """Return True if leaving out the rows that have ended is cheaper than computing them.
 
-    On an accelerator, where polls are rare, a row costs little but the reading of its past, and a copy of those that go
-    on costs as much as to read them twice: in the steps until the next poll an eighth of the rows pays for that.
+    On an accelerator, where polls are rare, a row costs little but the reading of its past. Fewer rows are a copy of
+    theirs and another graph, which takes as long as tens of steps: half of the rows pay for that.
     """
     left = max(unfinished, 1)
-    return left < rows if every == 1 else (rows - left) * 8 >= rows
+    return left < rows if every == 1 else left * 2 <= rows
 
 
 def _draw(

@@ -145,6 +145,7 @@ class CopySampler(TransformersSampler):
                 f"lag: {type(policy).__name__} keeps its past in another form than keys and values, and transformers "
                 "would sample it with the process's own generator, in a thread; give --server, or drop --lag"
             )
+        self.graphs.drop(policy, "a capture would disturb what is trained meanwhile")
         self.policy = policy
 
     @torch.no_grad()

@@ -9,121 +9,134 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Tokens by which a buffer grows when it is full. The whole past is copied then, so larger blocks copy less often and
-# leave more memory unused.
-BLOCK = 128
+# Tokens by which a buffer grows when it is full. The whole past is copied then, and a step of fixed shapes is captured
+# anew, so larger blocks do both less often and leave more memory unused.
+BLOCK = 256
 
 
-class _InPlace:
-    """Keys and values of a layer, each (b, heads, tokens, ·): columns of `buffer`, of which some are free."""
+class _Layer(DynamicLayer):
+    """Keys and values of a layer, each (b, heads, columns, ·): `buffers`, whose last columns are free."""
 
-    window = None  # past tokens that the next one sees; None is all
-
-    def take_over(
-        self, layer: DynamicLayer, row: torch.Tensor, max_tokens: int, maskable: bool, spare: dict
-    ) -> "_InPlace":
-        """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `max_tokens` come in all."""
-        self.is_initialized = True
-        # With True, transformers makes masks without looking at what they hide, for which it would wait for the device.
-        self.is_compileable = maskable
-        self.spare = spare
-
-        # The layer of the prompts has one row per distinct prompt; from here on there is one per response.
+    def __init__(self, layer: DynamicLayer, past: "Past"):
+        super().__init__()
         assert layer.keys is not None and layer.values is not None
-        self.device = layer.keys.device
-        self.tokens_left = max_tokens - layer.get_seq_length()
-        self.first = 0
-        self.end = layer.keys.shape[2]
-        self.columns = self.end + min(BLOCK, self.tokens_left)
-        keys = self._filled(layer.keys, row)
-        self.buffer = [keys, self._filled(layer.values, row)]
-        self._show()
-        return self
+        self.is_initialized = True
+        self.is_sliding = layer.is_sliding
+        self.past = past
+        self.buffers = [layer.keys, layer.values]
+        self.first = past.width - layer.keys.shape[2]  # tokens before the first column
+        # Past tokens that the next one sees.
+        is_window = isinstance(layer, DynamicSlidingWindowLayer)
+        self.window = layer.sliding_window - 1 if is_window else past.max_tokens
+        self.add_columns()
 
-    def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """Return a buffer whose first columns are those states, of some rows where they are named."""
-        # Memory that another layer has left is used again, if it has enough rows.
-        count = len(states) if row is None else len(row)
-        shape = (states.shape[1], self.columns, states.shape[3])
-        buffer = self.spare.pop(shape, None)
-        if buffer is None or len(buffer) < count:
-            buffer = states.new_empty(count, *shape)
-        buffer = buffer[:count]
-        filled = buffer[:, :, : self.end]
-        if row is None:
-            filled.copy_(states)
-        else:
-            torch.index_select(states, 0, row, out=filled)
-        return buffer
+    @property
+    def num_seen(self) -> int:
+        """Return how many of the past tokens the next one sees."""
+        return min(self.past.width - self.first, self.window)
 
-    def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
-        """Copy what the next token sees into another buffer, for the rows at `indices` alone if given."""
-        # The copy begins with the first token that is still seen, so a sliding window starts at column 0 again.
-        self.first, self.end = 0, self.end - self.first
-        for i, states in enumerate((self.keys, self.values)):
-            old_buffer = self.buffer[i]
-            self.buffer[i] = self._filled(states, indices)
-            if indices is not None:
-                self.spare[tuple(old_buffer.shape[1:])] = old_buffer
-        self._show()
+    @property
+    def is_compileable(self) -> bool:
+        """Return True if transformers shall make masks without looking at what they hide, for which it would wait."""
+        return self.past.is_fixed or self.past.is_maskable
 
-    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        num_seen = self.end - self.first
-        keys, values = self.buffer
-        self.keys = keys.narrow(2, self.first, num_seen)
-        self.values = values.narrow(2, self.first, num_seen)
-        return self.keys, self.values
+    def get_seq_length(self):
+        """Return the number of past tokens: where steps have fixed shapes, on the device."""
+        return self.past.column if self.past.is_fixed else self.past.width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns that a mask is for, and how many tokens are before them."""
+        if self.past.is_fixed:
+            return self.columns, self.first
+        return self.num_seen + 1, self.past.width - self.num_seen
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Add keys and values of t new tokens (b, heads, t, ·); return views of what they see, with themselves."""
-        # Where the buffer is full, continue in a larger one; spare memory has too few columns from then on.
-        count = key_states.shape[2]
-        if self.end + count > self.columns:
-            room = max(count, min(BLOCK, self.tokens_left))
-            self.columns = self.end - self.first + room
+        """Write keys and values (b, heads, 1, ·) of the next token; return views of what it sees, with itself."""
+        column = self.past.column
+        if self.first:
+            column = column - self.first
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer.index_copy_(2, column, states)
+        length, first = self.get_mask_sizes(1)
+        keys, values = (buffer.narrow(2, first - self.first, length) for buffer in self.buffers)
+        return keys, values
+
+    def add_columns(self) -> None:
+        """Let the next buffers have a block of free columns, or as many as there will be tokens."""
+        self.columns = self.num_seen + min(BLOCK, self.past.max_tokens - self.past.width)
+
+    def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
+        """Copy what the next token sees into other buffers, for the rows at `indices` alone if given."""
+        # A copy begins with the first token that is still seen.
+        seen, spare = self.num_seen, self.past.spare
+        start = self.past.width - self.first - seen
+        for i, buffer in enumerate(self.buffers):
+            states = buffer.narrow(2, start, seen)
+            count = len(buffer) if indices is None else len(indices)
+            shape = (buffer.shape[1], self.columns, buffer.shape[3])
+            # Memory that another layer has left is used again, if it has enough rows.
+            new = spare.pop(shape, None)
+            if new is None or len(new) < count:
+                new = buffer.new_empty(count, *shape)
+            self.buffers[i] = new[:count]
+            filled, free = self.buffers[i].tensor_split([seen], 2)
+            if indices is None:
+                filled.copy_(states)
+            else:
+                torch.index_select(states, 0, indices, out=filled)
+                spare[tuple(buffer.shape[1:])] = buffer
+            # What a mask hides is multiplied by 0, which NaN would survive.
+            free.zero_()
+        self.first = self.past.width - seen
+
+
+class Past:
+    """What the layers of a cache share; it does not know them, or only the garbage collector would free their memory.
+
+    Args:
+        width: tokens of the prompts, with padding.
+        max_tokens: tokens that come in all, with those of the prompts.
+        is_maskable: masks are made in any case, without a look at whether they are needed.
+        device: of the model.
+    """
+
+    def __init__(self, width: int, max_tokens: int, *, is_maskable: bool, device: torch.device):
+        self.width = width
+        self.column = torch.full((1,), width, device=device)  # of the next token, which is `width`
+        self.max_tokens = max_tokens
+        # If True, the next step has the shapes and addresses of the one before it, as a CUDA graph needs it, unless a
+        # layer moves in between: it sees all columns, and masks hide those that are free.
+        self.is_fixed = False
+        self.is_maskable = is_maskable
+        # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.
+        self.spare: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def take_over(self, cache: Cache, row: torch.Tensor) -> None:
+        """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, one token at a time."""
+        layers: list[Any] = cache.layers
+        for number, layer in enumerate(layers):
+            # A layer without keys of its own reads those of another one.
+            if layer.is_initialized:
+                layers[number] = _Layer(layer, self)
+                layers[number].batch_select_indices(row)
+
+    def make_room(self, cache: Cache) -> bool:
+        """Continue in larger buffers where the next token has no column; return True if any layer does."""
+        layers: list[Any] = cache.layers
+        full = [
+            layer
+            for layer in layers
+            if layer.is_initialized and self.width - layer.first == layer.columns
+        ]
+        if full:
+            # Spare memory has too few columns from now on.
             self.spare.clear()
-            self.batch_select_indices()
-        for buffer, states in zip(self.buffer, (key_states, value_states), strict=True):
-            buffer.narrow(2, self.end, count).copy_(states)
-        self.end += count
-        self.tokens_left -= count
-        self.cumulative_length += count
-
-        # What these tokens see still holds the whole window before the first of them; the next ones see less.
-        views = self._show()
-        if self.window is not None and self.end - self.first > self.window:
-            self.first = self.end - self.window
-            self._show()
-        return views
-
-
-class Whole(_InPlace, DynamicLayer):
-    """A layer that sees all of the past."""
-
-    cumulative_length = 0
-
-
-class Window(_InPlace, DynamicSlidingWindowLayer):
-    """A layer that sees the last tokens."""
-
-    def __init__(self, layer: DynamicSlidingWindowLayer):
-        super().__init__(layer.sliding_window)
-        self.cumulative_length = layer.cumulative_length
-        self.window = layer.sliding_window - 1
+        for layer in full:
+            layer.add_columns()
+            layer.batch_select_indices()
+        return bool(full)
 
 
 def is_writable(cache: Cache) -> bool:
     """Return True if all layers of a new cache are keys and values of the past, or of its last tokens."""
     return {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
-
-
-def in_place(cache: Cache, row: torch.Tensor, max_tokens: int, *, maskable: bool) -> None:
-    """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `max_tokens` in all."""
-    # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.
-    spare: dict[tuple[int, ...], torch.Tensor] = {}
-    layers: list[Any] = cache.layers
-    for number, layer in enumerate(layers):
-        # A layer without keys of its own reads those of another one.
-        if layer.is_initialized:
-            new_layer = Window(layer) if layer.is_sliding else Whole()
-            layers[number] = new_layer.take_over(layer, row, max_tokens, maskable, spare)
