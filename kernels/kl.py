@@ -143,6 +143,37 @@ def _inside(ptr, mask, softcap):
 
 
 @triton.jit
+def _end(
+    lane,
+    x_apart,
+    y_apart,
+    apart,
+    begin,
+    stop,
+    offset,
+    k,
+    softcap,
+    EXACT: tl.constexpr,
+    K: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    """Return the lanes after the columns from `begin` to `stop`, whose first INSIDE windows are not masked."""
+    m, w, c, a, f, far = lane
+    xs, ys, inside = (), (), ()
+    for j in tl.static_range(K):
+        at = begin + j * (apart.shape[0] * apart.shape[1])
+        if j < INSIDE:
+            xs = xs + (cap(tl.load(x_apart + at).to(tl.float32), softcap),)
+            ys = ys + (cap(tl.load(y_apart + at).to(tl.float32), softcap),)
+        else:
+            mask = at + apart < stop
+            xs = xs + (_inside(x_apart + at, mask, softcap),)
+            ys = ys + (_inside(y_apart + at, mask, softcap),)
+            inside = inside + (mask,)
+    return step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
+
+
+@triton.jit
 def _segment(
     x_row,
     y_row,
@@ -180,7 +211,7 @@ def _segment(
                 at = (i * K + j) * (THREADS * VEC)
                 xs = xs + (cap(load_together(x_wide + at, THREADS, VEC), softcap),)
                 ys = ys + (cap(load_together(y_wide + at, THREADS, VEC), softcap),)
-            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
+            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, (), offset, k, EXACT, K)
     else:
         for i in tl.range(first, first_masked, num_stages=1):
             xs, ys = (), ()
@@ -188,20 +219,21 @@ def _segment(
                 at = (i * K + j) * (THREADS * VEC)
                 xs = xs + (cap(load_rotated(x_wide + at, x_head, THREADS, VEC), softcap),)
                 ys = ys + (cap(load_rotated(y_wide + at, y_head, THREADS, VEC), softcap),)
-            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
-    # the end of the row, a tile at most, where neighbouring threads read neighbouring columns
-    stop = tl.minimum(V, (first + SEGMENT) * TILE)
-    if first_masked * TILE < stop:
-        xs, ys, inside = (), (), ()
-        for j in tl.static_range(K):
-            at = first_masked * TILE + j * (THREADS * VEC)
-            mask = at + apart < stop
-            xs = xs + (_inside(x_apart + at, mask, softcap),)
-            ys = ys + (_inside(y_apart + at, mask, softcap),)
-            inside = inside + (mask,)
-        m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
+            m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, (), offset, k, EXACT, K)
+    # the end of the row, a tile at most, where neighbouring threads read neighbouring columns; its first half is masked
+    # only if the row ends there
+    begin, stop = first_masked * TILE, tl.minimum(V, (first + SEGMENT) * TILE)
+    lane = m, w, c, a, f, far
+    if begin + TILE // 2 <= stop:
+        m, w, c, a, f, far = _end(
+            lane, x_apart, y_apart, apart, begin, stop, offset, k, softcap, EXACT, K, K // 2
+        )
+    elif begin < stop:
+        m, w, c, a, f, far = _end(
+            lane, x_apart, y_apart, apart, begin, stop, offset, k, softcap, EXACT, K, 0
+        )
     # where V is up to VEC more than whole tiles, the end is more than a tile
-    right = held(m, w, a, f, far, k) & (stop - first_masked * TILE <= TILE)
+    right = held(m, w, a, f, far, k) & (stop - begin <= TILE)
     if not EXACT:  # x - y is rounded, which is accurate enough only if the offset is small
         right = right & (tl.abs(offset) * inv_t <= MAX_MEAN)
     m, w, w_all, c, left, n, s, f, banned_in_q = settled(m, w, c, a, f, offset, k, inv_t)

@@ -67,8 +67,8 @@ def start(LANES: tl.constexpr):
 def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: tl.constexpr):
     """Return the lanes after one more tile.
 
-    xs and ys are tuples of K windows (lanes, columns) fp32. `inside` has the same shapes, bool, and is None where all
-    columns lie in the row. No sum begins from zeros, because the compiler would add them, and nothing is negated,
+    xs and ys are tuples of K windows (lanes, columns) fp32. `inside` is a tuple of masks for the last of them, because
+    those before lie in the row. No sum begins from zeros, because the compiler would add them, and nothing is negated,
     because that costs a subtraction.
     """
     # p relative to the new maximum, and the sum of p d
@@ -81,7 +81,9 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
     ps, vs = (), ()
     for i in tl.static_range(K):
         v = difference(xs[i], ys[i], offset, EXACT)
-        vs = vs + (v if inside is None else tl.where(inside[i], v, 0.0),)
+        if i >= K - len(inside):
+            v = tl.where(inside[i - K + len(inside)], v, 0.0)
+        vs = vs + (v,)
         ps = ps + (tl.exp2(tl.fma(xs[i], k, -ref[:, None])),)
     p_sum, pv_sum = ps[0], ps[0] * vs[0]
     for i in tl.static_range(1, K):

@@ -58,8 +58,9 @@ from .states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
 
-# windows per tile in the masked end of a row; elsewhere a tile has K of them
+# windows per tile at the end of a row; elsewhere a tile has K of them
 TAIL = tl.constexpr(4)
+HALF = tl.constexpr(2)
 # the arguments of both kernels that are not compiled for their values
 RUNTIME = ("unsplit_rows", "segments", "shift", "vocab", "x_stride")
 RUNTIME += ("inv_t", "scale", "scale_low", "softcap")
@@ -77,6 +78,34 @@ def load_tile(window_ptr, tile, stop, K: tl.constexpr, LANES: tl.constexpr, VEC:
 
 
 @triton.jit
+def load_end(
+    window_ptr,
+    i,
+    head,
+    carry,
+    vocab,
+    softcap,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    """Return TAIL windows of columns of a row, and the last window read, which is i + TAIL.
+
+    `carry` is window i. The first INSIDE of the windows after it lie in the row and are not masked.
+    """
+    lane = tl.arange(0, LANES)
+    xs = ()
+    for k in tl.static_range(TAIL):
+        if k < INSIDE:
+            x = cap(load_lanes(window_ptr + (i + k + 1) * LANES, None, LANES, VEC), softcap)
+        else:
+            x = load_window(window_ptr, i + k + 1, head, vocab, softcap, LANES, VEC)
+        xs = xs + (tl.where(lane < head, x, carry),)
+        carry = x
+    return xs, carry
+
+
+@triton.jit
 def segment_state(
     window_ptr,
     head,
@@ -90,7 +119,6 @@ def segment_state(
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     SEGMENT: tl.constexpr,
-    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Return the lane states over one segment, folded to one lane per thread, and the last window that was read.
@@ -115,7 +143,7 @@ def segment_state(
                 m, rest, t = step(m, rest, t, xs, scale, K)
                 raw = after
         else:
-            for i in tl.range(first, first_masked, num_stages=STAGES):
+            for i in tl.range(first, first_masked, num_stages=1):
                 xs = ()
                 for k in tl.static_range(K):
                     xs = xs + (
@@ -129,21 +157,27 @@ def segment_state(
             carry = load_window(window_ptr, first_masked * K, 0, vocab, softcap, LANES, VEC)
     # where it does not, a lane below `head` takes its element from the next window
     else:
-        for i in tl.range(first, first_masked, num_stages=STAGES):
+        for i in tl.range(first, first_masked, num_stages=1):
             xs = ()
             for k in tl.static_range(K):
                 x = cap(load_lanes(window_ptr + (i * K + k + 1) * LANES, None, LANES, VEC), softcap)
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, rest, t = step(m, rest, t, xs, scale, K)
-    # the end of the row, where columns past it are masked
-    stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
-    for i in tl.range(first_masked * K, stop, TAIL, num_stages=1):
-        xs = ()
-        for k in tl.static_range(TAIL):
-            x = load_window(window_ptr, i + k + 1, head, vocab, softcap, LANES, VEC)
-            xs = xs + (tl.where(lane < head, x, carry),)
-            carry = x
+    # the end of the row in groups of TAIL windows, which are masked only from the first half that may end beyond it
+    last = (first + SEGMENT) * K
+    inside = tl.minimum(tl.maximum(vocab - LANES, 0) // LANES, last)
+    begin = first_masked * K
+    masked = begin + tl.maximum(inside - begin, 0) // TAIL * TAIL
+    for i in tl.range(begin, masked, TAIL, num_stages=1):
+        xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, TAIL)
+        m, rest, t = step(m, rest, t, xs, scale, TAIL)
+    if masked + HALF <= inside:
+        xs, carry = load_end(window_ptr, masked, head, carry, vocab, softcap, LANES, VEC, HALF)
+        m, rest, t = step(m, rest, t, xs, scale, TAIL)
+        masked += TAIL
+    for i in tl.range(masked, tl.minimum(last, tl.cdiv(vocab, LANES)), TAIL, num_stages=1):
+        xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, 0)
         m, rest, t = step(m, rest, t, xs, scale, TAIL)
     if head > 0:
         m, rest, t = (
@@ -249,8 +283,7 @@ def logprob_fwd_kernel(
     LANES: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
-    STAGES: tl.constexpr,  # `launch.VARIANTS` describes this and the next
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr,  # `launch.VARIANTS` describes it
 ):
     THREADS: tl.constexpr = LANES // VEC
     row, first, last, has_whole_row = program_segments(unsplit_rows, segments)
@@ -287,7 +320,6 @@ def logprob_fwd_kernel(
             LANES,
             VEC,
             SEGMENT,
-            STAGES,
             AHEAD,
         )
         segment_m, segment_rest, segment_t = segment_lanes

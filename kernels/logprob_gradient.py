@@ -70,13 +70,23 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
 
 @triton.jit
 def owns(
-    target, lead, tiles, first, last, program, programs, TILE: tl.constexpr, LANES: tl.constexpr
+    target,
+    lead,
+    tiled,
+    inner,
+    first,
+    last,
+    program,
+    programs,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Return True if this program writes the target's column, be it in its whole tiles or in its share of the rest."""
+    """Return True if this program writes the target's column: in whole tiles, in windows after them, or in the rest."""
     column = target - lead
-    if (column < 0) | (column >= tiles * TILE):
-        around = tl.where(column < 0, target, target - tiles * TILE)
-        return around // LANES % programs == program
+    if (column < 0) | (column >= tiled):
+        beyond = tl.where(column < 0, target, target - inner)
+        beyond = tl.where((column >= tiled) & (column < inner), column - tiled, beyond)
+        return beyond // LANES % programs == program
     return (column >= first * TILE) & (column < last * TILE)
 
 
@@ -136,16 +146,20 @@ def logprob_bwd_kernel(
     a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest)))
     b = None if dentropy_ptr is None else norm * dentropy * -LN2
 
-    # first the whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns
-    # before and after them
+    # first the whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the whole
+    # windows of less than a tile, and the columns before and after them
     lead = tl.minimum((VEC - x_offset % VEC) % VEC, vocab).to(tl.int32)
-    tiles = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // TILE, 0)
+    windows = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // LANES, 0)
+    tiles = windows // (TILE // LANES)
     first, last = program * tiles // programs, (program + 1) * tiles // programs
-    around = vocab - tiles * TILE
+    inner = windows * LANES
+    around = vocab - inner
 
     target = tl.load(target_ptr + row)
     owner = alive & (target >= 0) & (target < vocab)
-    owner = owner & owns(target, lead, tiles, first, last, program, programs, TILE, LANES)
+    owner = owner & owns(
+        target, lead, tiles * TILE, inner, first, last, program, programs, TILE, LANES
+    )
     x_target = tl.load(x_row + target, mask=owner, other=0.0).to(tl.float32)
     if dlogprob_ptr is not None:
         tl.debug_barrier()  # dx may be x: every thread has the target's logit before one overwrites it
@@ -157,11 +171,15 @@ def logprob_bwd_kernel(
         x = load_lanes(x_window + i * TILE, read, TILE, VEC)
         g = gradient(x, m, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
+    for i in tl.range(tiles * (TILE // LANES) + program, windows, programs, num_stages=1):
+        x = load_lanes(x_window + i * LANES, read, LANES, VEC)
+        g = gradient(x, m, scale, a, b, softcap)
+        tl.store(dx_window + (i * LANES + tl.arange(0, LANES)), g.to(dx_ptr.dtype.element_ty))
     for begin in tl.range(program * LANES, around, programs * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
         inside = column < around
         wanted = column < tl.where(alive, around, 0)
-        column += tl.where(column < lead, 0, tiles * TILE)
+        column += tl.where(column < lead, 0, inner)
         x = tl.load(x_row + column, mask=wanted, other=0.0).to(tl.float32)
         g = gradient(x, m, scale, a, b, softcap)
         tl.store(dx_row + column, g.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -1269,8 +1269,8 @@ MUTATIONS = {
     ),
     "the target's gradient is written by two programs or by none": Mutation(
         "kernels/logprob_gradient.py",
-        "return around // LANES % programs == program",
-        "return around // LANES % programs == 0",
+        "return beyond // LANES % programs == program",
+        "return beyond // LANES % programs == 0",
     ),
     "a soft cap is not in the gradient beside the target": Mutation(
         "kernels/logprob_gradient.py",

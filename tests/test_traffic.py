@@ -28,6 +28,57 @@ def test_ours_move_no_more_than_the_floor(what):
     assert sum(counts["backward"]) == pytest.approx(backward, abs=slack)
 
 
+def slow(vocab):
+    return pytest.param(vocab, marks=pytest.mark.slow)
+
+
+VOCABULARIES = [32000, 50257, *map(slow, [32064, 128256, 151936, 152064, 256000, 262144])]
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_no_more_than_a_twentieth_of_a_row_is_masked(vocab, monkeypatch):
+    """Columns past the end are masked in the last windows of a row alone.
+
+    In the backward pass every load has the mask of its row, and those of the end are of single columns.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    loads = []  # (whether it is masked, bytes per element, bytes)
+
+    def watch(name, masked):
+        stock = getattr(interpreter_builder, name)
+
+        def load(ptrs, *mask_and_rest):
+            size = ptrs.dtype.element_ty.primitive_bitwidth // 8
+            count = mask_and_rest[0].data.sum() if masked else ptrs.data.size
+            before = len(loads)
+            loaded = stock(ptrs, *mask_and_rest)
+            # the interpreter gives a load without a mask one of its own
+            loads[before:] = [(masked, size, size * int(count))]
+            return loaded
+
+        monkeypatch.setattr(interpreter_builder, name, load)
+
+    watch("create_masked_load", True)
+    watch("create_load", False)
+    logits, targets = traffic.inputs((1, 1, vocab))
+    logits.requires_grad_()
+    ref = torch.zeros_like(logits, requires_grad=False)
+    logprobs = fused_rl.token_logprobs(logits, targets).logprobs
+    for rows, direction in ((0, None), (2, "reverse"), (4, "jensen-shannon")):
+        if direction:
+            loads.clear()
+            fused_rl.token_kl(logits, ref, direction=direction)
+        total = sum(count for _, _, count in loads)
+        assert total >= 2 * max(rows, 1) * vocab
+        assert sum(count for masked, _, count in loads if masked) <= 0.05 * total
+    loads.clear()
+    logprobs.sum().backward()
+    total = sum(count for *_, count in loads)
+    assert total >= 2 * vocab
+    assert sum(count for _, size, count in loads if size == 2) <= 0.05 * total
+
+
 def test_half_masked_reads_half():
     logits, targets = traffic.inputs(SHAPE)
     mask = torch.arange(8).expand(1, 8) % 2 == 0
