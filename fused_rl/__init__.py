@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and KL straight from vocabulary logits, and the RL losses on top."""
 
 from fused_rl.base.masked import masked_mean, masked_sum, masked_var, whiten
-from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.base.outputs import LinearTokenLoss, SampledTokens, TokenLogprobs
 from fused_rl.judging import judge
 from fused_rl.objectives.advantages import ADVANTAGES, gae, group_advantages, response_advantages
 from fused_rl.objectives.estimators import kl_estimate
@@ -23,6 +23,7 @@ from fused_rl.ops.linear import linear_token_logprobs, linear_token_loss
 from fused_rl.ops.linear_cross_entropy import linear_cross_entropy
 from fused_rl.ops.linear_kl import linear_token_kl
 from fused_rl.ops.logprobs import token_logprobs
+from fused_rl.ops.sampling import sample_token
 from fused_rl.ops.token_support import TokenSupport
 from fused_rl.ops.topk import topk_kl
 from fused_rl.ops.vocab_parallel import vocab_parallel_token_kl, vocab_parallel_token_logprobs
@@ -36,6 +37,7 @@ __all__ = [
     "LinearTokenLoss",
     "PolicyLossOptions",
     "Preset",
+    "SampledTokens",
     "TokenLogprobs",
     "TokenSupport",
     "entropy_bonus",
@@ -56,6 +58,7 @@ __all__ = [
     "policy_token_loss",
     "preference_loss",
     "response_advantages",
+    "sample_token",
     "tf_adam_epsilon",
     "token_kl",
     "token_logprobs",

@@ -1262,6 +1262,18 @@ MUTATIONS = {
         "carry = load_window(window_ptr, first_masked * K, 0, vocab",
         "carry = load_window(window_ptr, 0, 0, vocab",
     ),
+    "the rows of a batch share their random numbers": Mutation(
+        "kernels/sampling.py",
+        "row = (zero + row).to(tl.uint32)",
+        "row = (zero + row * 0).to(tl.uint32)",
+        "tests/test_sampling.py",
+    ),
+    "small waiting times are rounded to 0, and any token may win": Mutation(
+        "kernels/sampling.py",
+        "tl.where(u < 1 / 16, near,",
+        "tl.where(u < 0, near,",
+        "tests/test_sampling.py",
+    ),
     "advantages forget what lies behind a block": Mutation(
         "kernels/gae.py",
         "(tl.cumsum(b, 0, reverse=True) + behind) / weight",

@@ -22,6 +22,7 @@ ON_DEVICE = [
     "tests/test_support.py",
     "tests/test_support_linear.py",
     "tests/test_gae.py",
+    "tests/test_sampling.py",
     "tests/test_outputs.py",
     "tests/test_extremes.py",
     "tests/test_hostile.py",

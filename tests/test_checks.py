@@ -53,6 +53,7 @@ TAKES = {
     "topk_kl": {"logprobs": ROWS - 9, "ref_logprobs": ROWS - 9},
     "vocab_parallel_token_logprobs": {"local_logits": LOGITS, "targets": TARGETS, "vocab_start": 0},
     "vocab_parallel_token_kl": {"local_logits": LOGITS, "local_ref_logits": LOGITS},
+    "sample_token": {"logits": LOGITS[0], "philox_state": torch.tensor([1, 0])},
     "kl_estimate": {"logprobs": ROWS, "ref_logprobs": ROWS},
     "importance_ratio": OF_TOKENS,
     "policy_loss": OF_TOKENS | {"advantages": ROWS, "skip_impossible": True},

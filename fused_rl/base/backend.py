@@ -20,6 +20,7 @@ class Backend(NamedTuple):
     jensen_shannon: ModuleType
     gae: ModuleType
     support: ModuleType
+    sampling: ModuleType
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -34,7 +35,7 @@ def backend_of(device: torch.device) -> Backend:
 def _backend(kernels: bool) -> Backend:
     # Imported at the first use, so that a machine without Triton can import the library.
     if kernels:
-        from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support, targets
+        from fused_rl.kernels import gae, jensen_shannon, kl, logprob, sampling, support, targets
     else:
-        from fused_rl.cpu import gae, jensen_shannon, kl, logprob, support, targets
-    return Backend(logprob, targets, kl, jensen_shannon, gae, support)
+        from fused_rl.cpu import gae, jensen_shannon, kl, logprob, sampling, support, targets
+    return Backend(logprob, targets, kl, jensen_shannon, gae, support, sampling)

@@ -25,6 +25,14 @@ class LinearTokenLoss(NamedTuple):
     entropy: Tensor
 
 
+class SampledTokens(NamedTuple):
+    """Outputs of `sample_token`, (B,) each: tokens int64, logprobs fp32 in nats, broken bool."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    broken: Tensor
+
+
 def unless_modified(output: Tensor, version: int) -> Tensor | None:
     """Return a detached output that the backward pass reads, or None if the caller has modified it since `version`.
 

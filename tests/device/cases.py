@@ -55,6 +55,11 @@ def _corrected_loss(put):
     return [found, *metrics.values()], [logprobs]
 
 
+@case("sample_token")
+def _sample_token(put):
+    return fused_rl.sample_token(put(normal(B, 50)), put(torch.tensor([3, 1])), temperature=0.7), []
+
+
 @case("policy_token_loss")
 def _policy_token_loss(put):
     logprobs, old, ref, entropy = tokens(put)

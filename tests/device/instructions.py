@@ -145,6 +145,7 @@ HOW = {
     "lo",
     "NaN",
     "wide",
+    "hi",
 }
 
 # --------------------------------------------------------------------------- comparisons, shifts, conversions
@@ -185,6 +186,12 @@ def _shift_right(x, count):
 
 def _bit_field(x, begin, length):
     return (x >> begin) & ((np.uint32(1) << length) - 1)
+
+
+def _signed_bit_field(x, begin, length):
+    field = _bit_field(x, begin, length)
+    sign = np.uint32(1) << (length - np.uint32(1))
+    return (field ^ sign) - sign
 
 
 def _permute_bytes(x, y, selector):
@@ -254,6 +261,7 @@ def plan(name: str, words: tuple[str, ...], count: int) -> Plan:
 
 SPECIAL = {
     ("bfe", "u32"): _bit_field,
+    ("bfe", "s32"): _signed_bit_field,
     ("popc", "b32"): np.bitwise_count,
     ("prmt", "b32"): _permute_bytes,
 }
@@ -261,13 +269,15 @@ SPECIAL = {
 
 def _arithmetic(name, how, kind, count):
     function = KEEP_NAN[name] if "NaN" in how else SAME_TYPE[name]
-    if "wide" in how:  # the product of two, of twice their width
+    if how & {"wide", "hi"}:  # the product of two, of twice their width, or its upper half
         double = f"{kind[0]}{2 * width_of(kind)}"
 
         def widened(x, y, *addend):
             numbers = x.astype(DTYPES[double]), y.astype(DTYPES[double])
             return function(*numbers, *addend)
 
+        if "hi" in how:
+            return Plan(lambda x, y: widened(x, y) >> width_of(kind), kind, (kind, kind))
         return Plan(widened, double, (kind, kind, double)[:count])
     if "ftz" in how and kind == "f32":
         function = _flushed(function)

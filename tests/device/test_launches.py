@@ -63,6 +63,25 @@ def test_a_launch_of_another_kind_gets_a_kernel_of_its_own(kernels):
     assert kernels.compiled == ["logprob_fwd_kernel"] * len(KINDS)
 
 
+def test_a_token_is_sampled_in_two_launches_without_a_wait(kernels):
+    """A captured graph repeats both, and reads the raised offset on the device; no temperature compiles anything."""
+    logits, state = random_rows(3, 4200, torch.bfloat16, "cpu")[0], torch.tensor([3, 1])
+    x, on_device_state = put(logits), put(state)
+    found = []
+    for temperature in (0.7, 0.7, 1.3):
+        with tensors.counted() as waits:
+            found.append(fused_rl.sample_token(x, on_device_state, temperature=temperature))
+            on_device_state[1] += 1
+        assert not waits.reads and not waits.uploads
+        tokens = values(found[-1].tokens)
+        wanted = fused_rl.token_logprobs(logits, tokens, temperature=temperature).logprobs
+        torch.testing.assert_close(values(found[-1].logprobs), wanted, rtol=1e-5, atol=1e-6)
+        assert not values(found[-1].broken).any()
+    assert not torch.equal(values(found[0].tokens), values(found[1].tokens))
+    assert names(kernels.launches) == ["block_kernel", "merge_kernel"] * 3
+    assert kernels.compiled == ["block_kernel", "merge_kernel"]
+
+
 @pytest.fixture
 def unexecuted():
     """As `kernels`, but launches are checked and go no further: what they should have written is arbitrary."""

@@ -156,6 +156,15 @@ def gae():
     module.gae(rewards, rewards, rewards.bool(), 0.99, 0.95, torch.float32)
 
 
+def sample_token(dtype="bfloat16", vocab=VOCAB):
+    import torch
+
+    from fused_rl.kernels import sampling
+
+    logits = torch.empty(ROWS, vocab, dtype=getattr(torch, dtype))
+    sampling.sample_token(logits, torch.zeros(2, dtype=torch.int64), 0.7)
+
+
 def _kept_inputs(dtype="bfloat16", softcap=None, per_row=False, first=None, mask=True):
     import torch
 
@@ -217,6 +226,7 @@ CASES = {
     "kept_linear bf16": (kept_linear, {}, 2),
     "targets_fwd bf16": (targets_fwd, {}, 2),  # the row kernel, and K elements of each row
     "targets_bwd bf16": (targets_bwd, {}, 2),
+    "sample_token bf16": (sample_token, {}, 2),
     "gae fp32": (gae, {}, 18),  # reward, value and mask of a token and of its successor
 }
 # Every other way in which these kernels are launched: they must compile. name -> (function, its arguments)
@@ -269,6 +279,8 @@ VARIANTS = {
     "kept_bwd of given logits": (kept_bwd, {"given": True, "mask": False}),
     "kept_linear fp32, no bias": (kept_linear, FP32 | {"bias": False}),
     "kept_linear fp16, added to a gradient": (kept_linear, FP16 | {"add": True}),
+    "sample_token fp32": (sample_token, FP32),
+    "sample_token fp16, odd vocabulary": (sample_token, FP16 | ODD),
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, JENSEN_SHANNON | {"wants": (True, True)}),
     "js_fwd bf16, any mixture": (kl_fwd, MIXTURE),
     "kl_bwd bf16, any mixture": (kl_bwd, MIXTURE | {"wants": (True, True)}),
