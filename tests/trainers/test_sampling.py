@@ -253,3 +253,13 @@ def test_a_graph_that_fails_is_a_line_and_what_is_drawn_is_what_others_draw(
         assert token_ids(found) == token_ids(plain)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("LlamaForCausalLM is sampled without CUDA graphs") and reason in line
+
+
+def test_a_step_on_an_accelerator_takes_an_offset_of_its_own():
+    sampling = Sampling(temperature=1.0, max_new_tokens=1, stop_ids=())
+    scores = torch.zeros(64, 97)
+    scores[3, 5] = torch.nan
+    state = torch.tensor([7, 0])
+    draws = [generate._draw(scores, sampling, None, state) for _ in range(2)]
+    assert state.tolist() == [7, 2] and not torch.equal(draws[0][0], draws[1][0])
+    assert all(bad.nonzero().tolist() == [[3]] for _, bad in draws)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fused_rl
 from fused_rl import TokenSupport
 
 from ..base.rounding import relative_difference
@@ -145,11 +146,15 @@ class TransformersSampler(Sampler):
         ended = broken.clone()  # by row, of which there is one for each response at first
         stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
         record = Record(count) if sampling.truncates else None
+        philox_state = None
+        if device.type != "cpu":
+            # A seed, and an offset of which every step takes another one.
+            philox_state = torch.randint(2**62, (2,), device=device, generator=generator)
 
         # Token by token. A row goes on after its stop token until it is left out, and what it samples then is ignored.
         for step in range(sampling.max_new_tokens):
             scores = processed_scores(rows.logits, sampling)
-            token, bad = _draw(scores, sampling, generator)
+            token, bad = _draw(scores, sampling, generator, philox_state)
             ids[step].scatter_(0, rows.response_index, token)
             # Greedy tokens too have the log-probability of a softmax, the one at temperature 1.
             if logprobs is not None:
@@ -461,23 +466,25 @@ def _worth_compacting(unfinished: int, rows: int, every: int) -> bool:
 
 
 def _draw(
-    scores: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
+    scores: torch.Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    philox_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token (B,) int64 of each row of scores (B, V), and (B,) bool: True where they are NaN or infinite."""
     if not sampling.temperature:
         token = scores.argmax(-1)
         largest = scores.gather(1, token[:, None])[:, 0]
         return token, ~largest.isfinite()
+    # On an accelerator the scores are read once.
+    if philox_state is not None:
+        token, _, bad = fused_rl.sample_token(scores, philox_state)
+        philox_state[1] += 1
+        return token, bad
+
     # A row with any score that is NaN or +inf is NaN throughout, so one column tells.
     probabilities = torch.softmax(scores, -1)
     bad = probabilities[:, 0].isnan()
-
-    # On an accelerator: what torch.multinomial does for one token, less its check of every probability, which waits for
-    # the device.
-    if probabilities.device.type != "cpu":
-        waiting_times = torch.empty_like(probabilities).exponential_(generator=generator)
-        return (probabilities / waiting_times).argmax(-1), bad
-
     # On a CPU multinomial needs a random number for every token of the vocabulary; a quantile needs one per row. A row
     # of NaN has no token there, and any will do, since it is broken.
     quantile = torch.rand(len(probabilities), dtype=torch.float64, generator=generator)

@@ -84,7 +84,9 @@ def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if not sampling.temperature:
         return logits
     # The filters take the tokens so far as well, and none of these reads them.
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    if sampling.temperature != 1:
+        scores = scores / sampling.temperature
     no_ids = torch.LongTensor()
     if sampling.top_k > 0:
         scores = transformers.TopKLogitsWarper(sampling.top_k)(no_ids, scores)
