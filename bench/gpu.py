@@ -2,8 +2,10 @@
 
     python -m bench gpu --out folder --minutes 10
 
-It needs torch, triton, numpy, transformers and pytest alone. First every test of the kernels runs on the device, graphs
-and torch.compile among them; then what a call costs the host, and groups of the suite. Each step has a limit of its
+It needs torch, triton, numpy, transformers and pytest alone, and for its first step what the trainers need. First come
+sampling and steps of trainers, as far as time allows, because only a GPU can rank their ways. Then every test of the
+kernels runs on the device, graphs and torch.compile among them; then what a call costs the host, and groups of the
+suite. Each step has a limit of its
 own, and what breaks or runs out of time ends nothing else. Written at once: gpu-facts.jsonl (the machine and what is
 predicted, then a line per failed test, per file of tests and per step), tests.txt, groups.txt, and a JSON file per
 group. Without .git the variable COMMIT names the commit.
@@ -26,18 +28,19 @@ from bench import machine
 
 class Step(NamedTuple):
     name: str
-    limit: int  # seconds after which it is stopped; 565 in all, of 10 minutes
+    limit: int  # seconds after which it is stopped; 570 in all, of 10 minutes
     budget: int | None = None  # time limit of a group of the suite, in seconds
 
 
 STEPS = [
-    Step("tests", 215),
-    Step("host", 50, 35),
-    Step("kernels", 95, 65),
-    Step("kl", 40, 25),
-    Step("linear", 65, 45),
-    Step("support", 70, 30),
-    Step("topk", 45, 20),
+    Step("trainers", 220, 190),
+    Step("tests", 130),
+    Step("host", 35, 20),
+    Step("kernels", 60, 40),
+    Step("kl", 35, 22),
+    Step("linear", 35, 25),
+    Step("support", 30, 18),
+    Step("topk", 25, 12),
 ]
 # What is expected on an H100 (a copy moves 3.0 TB/s), written before anything runs: ms by phase, or of the host.
 # The bytes of a row at the share of a copy that it had or, for token_kl at 50257, should have now; for the head what it
