@@ -143,34 +143,18 @@ def _inside(ptr, mask, softcap):
 
 
 @triton.jit
-def _end(
-    lane,
-    x_apart,
-    y_apart,
-    apart,
-    begin,
-    stop,
-    offset,
-    k,
-    softcap,
-    EXACT: tl.constexpr,
-    K: tl.constexpr,
-    INSIDE: tl.constexpr,
-):
-    """Return the lanes after the columns from `begin` to `stop`, whose first INSIDE windows are not masked."""
-    m, w, c, a, f, far = lane
-    xs, ys, inside = (), (), ()
-    for j in tl.static_range(K):
-        at = begin + j * (apart.shape[0] * apart.shape[1])
-        if j < INSIDE:
+def _half(x_apart, y_apart, apart, at, stop, softcap, WHOLE: tl.constexpr, K: tl.constexpr):
+    """Return K windows of both rows from column `at` on, as tuples; they are not masked if they lie in the rows."""
+    xs, ys = (), ()
+    for _ in tl.static_range(K):
+        if WHOLE:
             xs = xs + (cap(tl.load(x_apart + at).to(tl.float32), softcap),)
             ys = ys + (cap(tl.load(y_apart + at).to(tl.float32), softcap),)
         else:
-            mask = at + apart < stop
-            xs = xs + (_inside(x_apart + at, mask, softcap),)
-            ys = ys + (_inside(y_apart + at, mask, softcap),)
-            inside = inside + (mask,)
-    return step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
+            xs = xs + (_inside(x_apart + at, at + apart < stop, softcap),)
+            ys = ys + (_inside(y_apart + at, at + apart < stop, softcap),)
+        at += apart.shape[0] * apart.shape[1]
+    return xs, ys
 
 
 @triton.jit
@@ -223,14 +207,18 @@ def _segment(
     # the end of the row, a tile at most, where neighbouring threads read neighbouring columns; its first half is masked
     # only if the row ends there
     begin, stop = first_masked * TILE, tl.minimum(V, (first + SEGMENT) * TILE)
-    lane = m, w, c, a, f, far
-    if begin + TILE // 2 <= stop:
-        m, w, c, a, f, far = _end(
-            lane, x_apart, y_apart, apart, begin, stop, offset, k, softcap, EXACT, K, K // 2
-        )
-    elif begin < stop:
-        m, w, c, a, f, far = _end(
-            lane, x_apart, y_apart, apart, begin, stop, offset, k, softcap, EXACT, K, 0
+    if begin < stop:
+        middle = begin + TILE // 2
+        if middle <= stop:
+            xs, ys = _half(x_apart, y_apart, apart, begin, stop, softcap, True, K // 2)
+        else:
+            xs, ys = _half(x_apart, y_apart, apart, begin, stop, softcap, False, K // 2)
+        x_rest, y_rest = _half(x_apart, y_apart, apart, middle, stop, softcap, False, K // 2)
+        inside = ()
+        for j in tl.static_range(K):
+            inside = inside + (begin + j * (THREADS * VEC) + apart < stop,)
+        m, w, c, a, f, far = step(
+            m, w, c, a, f, far, xs + x_rest, ys + y_rest, inside, offset, k, EXACT, K
         )
     # where V is up to VEC more than whole tiles, the end is more than a tile
     right = held(m, w, a, f, far, k) & (stop - begin <= TILE)

@@ -172,12 +172,11 @@ def segment_state(
     for i in tl.range(begin, masked, TAIL, num_stages=1):
         xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, TAIL)
         m, rest, t = step(m, rest, t, xs, scale, TAIL)
-    if masked + HALF <= inside:
-        xs, carry = load_end(window_ptr, masked, head, carry, vocab, softcap, LANES, VEC, HALF)
-        m, rest, t = step(m, rest, t, xs, scale, TAIL)
-        masked += TAIL
     for i in tl.range(masked, tl.minimum(last, tl.cdiv(vocab, LANES)), TAIL, num_stages=1):
-        xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, 0)
+        if i + HALF <= inside:
+            xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, HALF)
+        else:
+            xs, carry = load_end(window_ptr, i, head, carry, vocab, softcap, LANES, VEC, 0)
         m, rest, t = step(m, rest, t, xs, scale, TAIL)
     if head > 0:
         m, rest, t = (

@@ -53,6 +53,9 @@ def inspect_kernel(kernel, vendor: str, element_bytes: int = 4) -> dict:
     loops = [opcodes for opcodes in loops if sum(_moved(opcodes)[0])]
     most = max((_bytes(opcodes) for opcodes in loops), default=0)
     main = [opcodes for opcodes in loops if _bytes(opcodes) == most]
+    # at the end of a row, loads of both branches count, but only one of them is computed
+    computes = max(map(_special, main), default=0)
+    main = [opcodes for opcodes in main if _special(opcodes) > 0.75 * computes or not computes]
     # a loop over rows that begin anywhere may load everything twice; its twin is as long, and says what it is for
     special = {_special(opcodes) for opcodes in main}
     main += [x for x in loops if 2 * _bytes(x) == most and _special(x) in special]
