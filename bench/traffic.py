@@ -199,6 +199,9 @@ def ours(shape=SHAPE):
         return lambda logits, targets: policy(logits, targets, level)
 
     nothing = torch.zeros(shape[:-1], dtype=torch.bool)
+    # Where rows do not begin at 16 bytes, each 16 bytes are asked for twice, of which the cache has the second. To hand
+    # them from thread to thread instead takes 37.1 instructions per logit and not 30.6, which a GPU would wait for.
+    kl_reads = 2.0 if shape[-1] % 8 == 0 else 4.0
     return {
         "token_logprobs": (logprobs(), 1.0, 2.0),
         "token_logprobs, every row masked": (logprobs(mask=nothing), 0.0, 1.0),
@@ -207,7 +210,7 @@ def ours(shape=SHAPE):
         "+ policy_loss, ratio per token": (loss("token"), 1.0, 2.0),
         "+ policy_loss, ratio per sequence": (loss("sequence"), 1.0, 2.0),
         "token_logprobs, 8 targets per row": (several(shape), 1.0, 2.0),
-        "token_kl": (of_two(fused_rl.token_kl, shape), 2.0, 3.0),
+        "token_kl": (of_two(fused_rl.token_kl, shape), kl_reads, 3.0),
     }
 
 
