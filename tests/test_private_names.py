@@ -38,6 +38,7 @@ SUBMODULES = {
     "openrlhf.models.utils": "patch() checks the release of OpenRLHF",
     "transformers.cache_utils": "sampling writes keys and values in place; without it generate samples, with a line",
     "transformers.loss.loss_utils": "patch() of a model; an unknown release is tried first",
+    "transformers.modeling_layers": f"torch_compile finds the layers by their class; {STOPS}",
     "transformers.masking_utils": "padded passes do not wait; without its function they wait, with the same result",
     "transformers.modeling_utils": f"attention of parts of sequences; {STOPS}",
     "transformers.utils.hub": f"files of a model in the cache of the Hub; {STOPS}",
