@@ -12,6 +12,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.base.files import base_of_adapters, hash_of_model
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model, lora
+from fused_rl.trainers.models.adapters import with_new_adapters
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import ModelConfig
 from tests.trainers import runs, tiny
@@ -104,7 +105,7 @@ def test_every_matrix_of_a_mixture_is_adapted(family):
     config = transformers.AutoConfig.for_model(family, **sizes)
     lm = transformers.AutoModelForCausalLM.from_config(config)
     before = {name: weight.clone() for name, weight in lm.named_parameters()}
-    adapted = lora.with_new_adapters(lm, ModelConfig(model="m", lora_rank=2))
+    adapted = with_new_adapters(lm, ModelConfig(model="m", lora_rank=2))
     weights = {name: weight for name, weight in adapted.named_parameters() if "lora_" in name}
     with torch.no_grad():
         for weight in weights.values():

@@ -335,10 +335,14 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if not trainable:
         lm.requires_grad_(False).eval()
     elif adapters is not None:
+        from .adapters import with_saved_adapters
+
         with readable(config.model):
-            lm = lora.with_saved_adapters(lm, config.model, config.revision, adapters)
+            lm = with_saved_adapters(lm, config.model, config.revision, adapters)
     elif with_adapters:
-        lm = lora.with_new_adapters(lm, config)
+        from .adapters import with_new_adapters
+
+        lm = with_new_adapters(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
     prepare_modules(lm)
     if trainable and config.gradient_checkpointing:
@@ -387,8 +391,10 @@ def load_to_sample(
     reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
     lm = _read_lm(name, revision, adapters, device, **reading)
     if adapters is not None:
+        from .adapters import with_saved_adapters
+
         with readable(name):
-            lm = lora.with_saved_adapters(lm, name, revision, adapters).merge_and_unload()
+            lm = with_saved_adapters(lm, name, revision, adapters).merge_and_unload()
     return lm.to(device).eval()
 
 
@@ -418,7 +424,9 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             prefix = "lm.base_model.model." if merges else "lm."
             state = {name.removeprefix(prefix): value for name, value in state.items()}
         if merges:
-            lm, state = lora.merged(base, state), None
+            from .adapters import merge
+
+            lm, state = merge(base, state), None
         # The Hub's sampling defaults, which training leaves out, belong to the saved model.
         written = lm if merges else base
         training_config = base.generation_config

@@ -108,7 +108,9 @@ class RewardModel(nn.Module):
         if lacking:
             model.reset_head()
         if adapters is not None and adapters.lora_rank:
-            lora.adapt_in_place(classifier, adapters)
+            from .adapters import adapt_in_place
+
+            adapt_in_place(classifier, adapters)
             model.lora = True
         return model
 
@@ -216,8 +218,10 @@ class RewardModel(nn.Module):
         if state is not None:
             state = {key.removeprefix("classifier."): value for key, value in state.items()}
         if self.lora:
+            from .adapters import merge
+
             # The folder holds whole weights, so adapters are merged into them.
-            classifier, state = lora.merged(classifier, state), None
+            classifier, state = merge(classifier, state), None
         classifier.save_pretrained(folder, state_dict=state)
 
 
