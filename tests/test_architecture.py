@@ -68,6 +68,7 @@ SATELLITES = {
     "models.checkpointing": "--gradient_checkpointing",
     "models.compiled": "--torch_compile",
     "models.four_bit": "--load_in_4bit",
+    "models.masked_rows": "rows under a mask: on a CPU, or with eager attention",
     "models.sequences": "--sequence_parallel",
     "run.dry_run": "--dry_run",
     "run.fitting": "a GPU, whose micro-batches are measured",

@@ -29,13 +29,14 @@ from .data.preferences import (
     pairs_of,
 )
 from .data.reading import RowsLike
-from .models.packing import Costs, pack_pairs, packing_costs
+from .models.packing import Costs, packing_costs
 from .models.reward_model import (
     RewardModel,
     RewardScorer,
     check_finite,
     collate,
     load_reward_model,
+    pack_pairs,
     save_reward_model,
 )
 from .models.scoring import (

@@ -29,17 +29,7 @@ from .data.micro_batches import (
 from .data.reading import RowsLike
 from .data.rows import Rows
 from .models import language_model
-from .models.packing import (
-    Costs,
-    InRows,
-    best_fit,
-    cheapest_rows,
-    pack_sequences,
-    packing_costs,
-    rows_cost,
-    tokens_by,
-    unpad,
-)
+from .models.packing import Costs, InRows, packing_costs, tokens_by, unpad
 from .options import MAIN, EngineConfig, RunConfig
 from .run import command
 from .run.hooks import OnStep
@@ -164,40 +154,26 @@ def micro_batches(
     else:
         chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), max_tokens)
 
-    # Packed: long and short ones together fill rows best. The last token of a sequence predicts
-    # none, so it is not fed.
-    input_lengths = [count - 1 for count in tokens]
-    packed_by = None
+    # Packed: one row without pads, or long and short ones together in rows under a mask.
+    pack = None if costs is None else functools.partial(unpad, costs=costs)
     if costs is not None and costs.masked:
-        count = len(chosen)
-        mixed_groups = [indices[begin::count] for begin in range(count)]
-        if max_tokens is not None:
-            # An eighth of a micro-batch is left for the pads between rows.
-            mixed_groups = best_fit(input_lengths, max([max_tokens * 7 // 8, *input_lengths]))
-        packed = 0.0
-        for group in mixed_groups:
-            lengths = [input_lengths[i] for i in group]
-            packed += rows_cost(lengths, cheapest_rows(lengths, costs, max_tokens), costs)
-        if packed < sum(costs.causal_flop(len(group), tokens[group[-1]]) for group in chosen):
-            chosen, packed_by = mixed_groups, costs
+        from .models.masked_rows import cheaper_groups, pack_cheapest
+
+        groups = cheaper_groups(tokens, chosen, costs, max_tokens)
+        pack = functools.partial(pack_cheapest, costs=costs, max_tokens=max_tokens)
+        chosen, pack = (chosen, None) if groups is None else (groups, pack)
     if max_tokens is not None:
         chosen = as_many_on_all_ranks(chosen)  # whose rows may be packed here and padded there
 
     micro_batches = []
     for indices in chosen:
-        rows = None
-        if packed_by is not None:
-            rows = cheapest_rows([input_lengths[i] for i in indices], packed_by, max_tokens)
         group = [examples[i] for i in indices]
         prompts = [example.prompt for example in group]
         completions = [example.completion for example in group]
         where = [example.where for example in group]
         trained = [example.trained for example in group]
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
-        packed = None if rows is None else pack_sequences(batch, rows)
-        if costs is not None and not costs.masked:
-            packed = unpad(batch, costs)
-        micro_batches.append(PackedBatch(batch, packed))
+        micro_batches.append(PackedBatch(batch, None if pack is None else pack(batch)))
     return micro_batches
 
 

@@ -212,7 +212,7 @@ def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
     lm = transformers.AutoModelForCausalLM.from_pretrained(model("Granite", logits_scaling=3.0))
     student = LanguageModel(lm, "linear")
     policy = SimpleNamespace(
-        device=lm.device, tokenizer=tokenizer, model=SimpleNamespace(module=student)
+        device=lm.device, tokenizer=tokenizer, model=SimpleNamespace(module=student), costs=None
     )
     for kind, options, problem in (
         ("Granite", {"logits_scaling": 12.0}, None),

@@ -7,10 +7,11 @@ import torch
 
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.models import packing
+from fused_rl.trainers.models import masked_rows, packing
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.packing import Costs
-from fused_rl.trainers.models.reward_model import RewardModel, collate
+from fused_rl.trainers.models.reward_model import RewardModel, collate, pack_pairs
+from fused_rl.trainers.policy.shared_prompts import responses_per_row
 
 # Three groups of four: prompts and responses of different lengths, an empty response, and a group of nothing else.
 LENGTHS = ((3, (2, 0, 5, 1)), (7, (4, 4, 3, 1)), (5, (0, 0, 0, 0)))
@@ -83,7 +84,7 @@ def assert_same(found: tuple, expected: tuple, atol: float) -> None:
 # Prompts that several responses share, or whole sequences of all groups.
 SHARED = [lambda given, n=n: packing.pack(given, n) for n in (2, 3, 4)]
 WHOLE = [
-    lambda given, rows=rows: packing.pack_sequences(given, rows)
+    lambda given, rows=rows: masked_rows.pack_sequences(given, rows)
     for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))])
 ]
 
@@ -112,7 +113,7 @@ def test_a_sequence_without_a_prompt_has_room_for_all_that_predicts():
     lm = model("Llama")
     given = make_batch([[], [5], []], [[3, 4, 5, 6], [7, 8], [9, 3, 2, 1, 4]], 0, "cpu")
     expected = scores_and_gradients(lm, "linear", None, given)
-    for packed in (packing.pack_sequences(given, [[0, 2], [1]]), packing.pack(given, 2)):
+    for packed in (masked_rows.pack_sequences(given, [[0, 2], [1]]), packing.pack(given, 2)):
         assert_same(scores_and_gradients(lm, "linear", packed, given), expected, 2e-5)
 
 
@@ -148,12 +149,12 @@ def test_a_model_that_leaves_out_the_mask_is_found_out():
 
 def test_as_many_responses_share_a_row_as_is_cheapest():
     # Without attention every response more saves a prompt; with nothing but attention a row is as cheap as it is short.
-    assert packing.responses_per_row(Costs(token=1.0, pair=0.0), 100, 10, 8) == 8
-    assert packing.responses_per_row(Costs(token=0.0, pair=1.0), 10, 1000, 8) == 1
+    assert responses_per_row(Costs(token=1.0, pair=0.0), 100, 10, 8) == 8
+    assert responses_per_row(Costs(token=0.0, pair=1.0), 10, 1000, 8) == 1
     # Qwen2.5-0.5B: a prompt of 500 and answers of 100 tokens share; answers of 4000 tokens do not.
     costs = Costs(token=2 * 358e6, pair=4 * 24 * 896)
-    assert packing.responses_per_row(costs, 500, 100, 8) == 8
-    assert packing.responses_per_row(costs, 100, 4000, 8) == 1
+    assert responses_per_row(costs, 500, 100, 8) == 8
+    assert responses_per_row(costs, 100, 4000, 8) == 1
 
 
 # Pairs: what both begin with once, the score at the last token of each.
@@ -198,7 +199,7 @@ def pair_scores_and_gradients(made: RewardModel, packed):
 def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, options):
     made = reward_model(kind, **options)
     assert packing.unsupported_reason(made.classifier, longest=16) is None
-    packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
+    packed = pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
     # Nothing shared: a row of each side's own.
     assert packed.input_ids.shape == (6, 9) and packed.states.shape == (10,)
     assert_same(
@@ -209,9 +210,9 @@ def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind,
 def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
     # One token of nine is shared: a row of 17 is cheaper than two of 9 in tokens, and not in attention.
     pair = [[5, 1, 2, 3, 4, 5, 6, 7, 1], [5, 2, 3, 4, 5, 6, 7, 8, 1]]
-    assert packing.pack_pairs(pair, TOKENS_ALONE, "cpu").input_ids.shape == (1, 17)
-    assert packing.pack_pairs(pair, Costs(token=0.0, pair=1.0), "cpu") is None
-    assert packing.pack_pairs([[5, 1], [6, 1]], TOKENS_ALONE, "cpu") is None  # nothing saved
+    assert pack_pairs(pair, TOKENS_ALONE, "cpu").input_ids.shape == (1, 17)
+    assert pack_pairs(pair, Costs(token=0.0, pair=1.0), "cpu") is None
+    assert pack_pairs([[5, 1], [6, 1]], TOKENS_ALONE, "cpu") is None  # nothing saved
 
 
 # Whole sequences in a row.
@@ -219,15 +220,15 @@ def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
 
 def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     lengths = [9, 2, 7, 3, 5, 4, 1, 9, 8]
-    rows = packing.cheapest_rows(lengths, TOKENS_ALONE)
+    rows = masked_rows.cheapest_rows(lengths, TOKENS_ALONE)
     assert sorted(sum(rows, [])) == list(range(len(lengths)))
     width = max(sum(lengths[i] for i in row) for row in rows)
     assert len(rows) * width <= 54  # of 48 tokens; a row each is 81
     # Attention alone: a token of a long row pays for all of it, so no row is longer than the longest sequence.
-    rows = packing.cheapest_rows(lengths, Costs(token=0.0, pair=1.0))
+    rows = masked_rows.cheapest_rows(lengths, Costs(token=0.0, pair=1.0))
     assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
     # Nothing to gain.
-    assert packing.cheapest_rows([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]
+    assert masked_rows.cheapest_rows([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]
 
 
 def test_a_model_that_cannot_share_is_reported_or_refused(capsys):

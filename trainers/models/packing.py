@@ -1,19 +1,16 @@
 """Several sequences in one row of a model's input, so that what they begin with is computed once, and pads are few.
 
-A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequences (`pack_sequences`). A token sees its
-prompt and response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is
-computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
+A row is a prompt with responses to it (`pack`), or whole sequences (masked_rows.py). A token sees its prompt and
+response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is computed over
+all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
 
 On a GPU all of a micro-batch are one row without pads (`unpad`): flex_attention computes the blocks of pairs that see
 each other alone, with shared prompts. Flash attention takes no mask, but the lengths of the sequences in a row.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from os.path import commonprefix
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,8 +30,6 @@ MASKED = ("sdpa", "eager")
 BLOCK_DEVICES = ("cuda",)
 # Tokens of a block, flex_attention's own.
 BLOCK = 128
-# Widths of rows that are tried, as multiples of the longest sequence.
-ROOM_FACTORS = (1, 1.5, 2, 4)
 
 
 class InRows(NamedTuple):
@@ -134,24 +129,6 @@ def costs_of(lm: Any) -> Costs:
     return Costs(token=2 * weights, pair=4 * heads * width)
 
 
-def responses_per_row(costs: Costs, prompt: int, response: float, copies: int) -> int:
-    """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
-
-    def flop(in_row: int) -> float:
-        rows = -(-copies // in_row)
-        return costs.flop(rows, prompt + in_row * response)
-
-    return min(range(1, copies + 1), key=flop)
-
-
-def in_row_of(batch: Batch, costs: Costs, index: torch.Tensor | slice = slice(None)) -> int:
-    """Return how many responses to one prompt of the sequences at `index` are cheapest in a row."""
-    copies = int(batch.prompts[index].bincount().max())
-    prompt = int(batch.prompt_lengths[index].max())
-    response = float(batch.response_lengths[index].double().mean())
-    return responses_per_row(costs, prompt, response, copies)
-
-
 def tokens_by(lengths: Sequence[int], costs: Costs | None) -> TokensOf:
     """Return the tokens of sequences of these lengths, with their pads if there are any."""
     if costs is None or costs.masked:
@@ -159,32 +136,13 @@ def tokens_by(lengths: Sequence[int], costs: Costs | None) -> TokensOf:
     return lambda indices: sum(lengths[i] for i in indices)
 
 
-def shared_tokens(batch: Batch, costs: Costs) -> TokensOf:
-    """Return the tokens of neighbours in `batch` whose prompts are shared, as many in a row as is cheapest."""
-    prompts = batch.prompts.tolist()
-    prompt_lengths = batch.prompt_lengths.tolist()
-    response_lengths = batch.response_lengths.tolist()
-
-    def tokens_of(indices: list[int]) -> int:
-        in_row = len(indices) if costs.in_blocks else in_row_of(batch, costs, torch.tensor(indices))
-        widths = []
-        for _, group in itertools.groupby(indices, lambda i: prompts[i]):
-            responses = list(group)
-            for begin in range(0, len(responses), in_row):
-                row = responses[begin : begin + in_row]
-                widths.append(prompt_lengths[row[0]] + sum(response_lengths[i] for i in row))
-        return sum(widths) if costs.in_blocks else len(widths) * max(widths)
-
-    return tokens_of
-
-
-def _input_lengths(batch: Batch) -> torch.Tensor:
+def input_lengths(batch: Batch) -> torch.Tensor:
     """Return the tokens of each sequence but the last, which predicts nothing, (B,) int64 on the CPU."""
     prompts = batch.prompt_lengths.clamp(1, batch.input_ids.shape[1])
     return prompts + (batch.response_lengths - 1).clamp(min=0)
 
 
-def _packed(
+def place_in_rows(
     batch: Batch,
     row: torch.Tensor,
     lead: torch.Tensor,
@@ -206,7 +164,7 @@ def _packed(
         in_blocks: there is one row, for flex_attention.
     """
     columns = batch.input_ids.shape[1]
-    end = _input_lengths(batch)
+    end = input_lengths(batch)
     width = int((own + end - shared).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -295,11 +253,11 @@ def pack(batch: Batch, in_row: int | None) -> InRows:
     # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one
     # after the other.
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])
-    after_prompt = _input_lengths(batch) - prompt
+    after_prompt = input_lengths(batch) - prompt
     own = (after_prompt + torch.where(first, prompt, 0)).cumsum(0) - after_prompt
     prefix = (own - prompt)[first]
     row_begin = prefix[row]
-    return _packed(
+    return place_in_rows(
         batch,
         row,
         lead,
@@ -310,31 +268,11 @@ def pack(batch: Batch, in_row: int | None) -> InRows:
     )
 
 
-def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | None:
-    """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
-    prompts = []
-    responses = []
-    for a, b in zip(sequences[::2], sequences[1::2], strict=True):
-        # A prompt has one token at least; where two have none in common, each keeps a row of its own.
-        common = max(1, len(commonprefix([a, b])))
-        prompts += [a[:common], b[:common]]
-        # The last token predicts one that nobody reads: with it, the last state is that of the response's last token.
-        responses += [[*a[common:], 0], [*b[common:], 0]]
-    batch = make_batch(prompts, responses, 0, device)
-    packed = pack(batch, 2) if costs.masked else unpad(batch, costs)
-    # Without a mask attention costs half as much, so a row for each can be cheaper.
-    alone = costs.causal_flop(len(sequences), max(map(len, sequences)))
-    if costs.masked and costs.flop(*packed.input_ids.shape) >= alone:
-        return None
-    last = batch.response_lengths.cumsum(0) - 1
-    return packed._replace(states=packed.states[on_device(last, device)])
-
-
 def unpad(batch: Batch, costs: Costs) -> InRows:
     """Return the sequences of `batch` in one row, without their last tokens, which predict nothing."""
     if costs.in_blocks:
         return pack(batch, None)
-    lengths = _input_lengths(batch)
+    lengths = input_lengths(batch)
     is_input = torch.arange(batch.input_ids.shape[1]) < lengths[:, None]
     ends = lengths.cumsum(0)
     begin = ends - lengths
@@ -354,62 +292,6 @@ def unpad(batch: Batch, costs: Costs) -> InRows:
     }
     input_ids = batch.input_ids.flatten()[source]
     return InRows(input_ids[None], positions[None], len(input_ids), states, attention=attention)
-
-
-def cheapest_rows(
-    lengths: list[int], costs: Costs, max_tokens: int | None = None
-) -> list[list[int]]:
-    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `best_fit`.
-
-    Rows of more than `max_tokens` with their pads are only taken where no others are to be had.
-    """
-    candidates = [[[i] for i in range(len(lengths))]]
-    candidates += [best_fit(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
-    if max_tokens is not None:
-        in_one = [list(range(len(lengths)))]
-        candidates = [
-            rows for rows in candidates if len(rows) * row_tokens(lengths, rows) <= max_tokens
-        ] or [in_one]
-    return min(candidates, key=lambda rows: rows_cost(lengths, rows, costs))
-
-
-def row_tokens(lengths: list[int], rows: list[list[int]]) -> int:
-    """Return the tokens of the longest of these rows."""
-    return max(sum(lengths[i] for i in row) for row in rows)
-
-
-def rows_cost(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
-    """Return the cost of sequences of these lengths in rows of these indices."""
-    return costs.flop(len(rows), row_tokens(lengths, rows))
-
-
-def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
-    # (room left, indices), the last changed first.
-    rows: list[tuple[int, list[int]]] = []
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for i in longest_first:
-        # Best fit: small rests stay for short sequences.
-        with_room = [row for row in rows if row[0] >= lengths[i]]
-        left, indices = min(with_room, key=itemgetter(0), default=(room, []))
-        if with_room:
-            rows.remove((left, indices))
-        rows.insert(0, (left - lengths[i], [*indices, i]))
-    return [indices for _, indices in sorted(rows, key=itemgetter(0))]
-
-
-def pack_sequences(batch: Batch, rows: list[list[int]]) -> InRows:
-    """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `cheapest_rows`."""
-    lengths = _input_lengths(batch)
-    row = torch.zeros_like(lengths)
-    start = torch.zeros_like(lengths)
-    for number, indices in enumerate(rows):
-        index = torch.tensor(indices)
-        in_row = lengths[index]
-        row[index] = number
-        start[index] = in_row.cumsum(0) - in_row
-    nothing = torch.zeros_like(lengths)
-    return _packed(batch, row, torch.arange(len(row)), nothing, nothing, start)
 
 
 def attention_of(lm: Any) -> str:

@@ -5,6 +5,7 @@ encoders, bidirectional models, heads of more than one layer or label.
 """
 
 import math
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,13 @@ from torch import nn
 
 from ..base import engine, ranks
 from ..base.text import InputError
-from ..data.batch import on_device, pad
+from ..data.batch import make_batch, on_device, pad
 from ..data.encode import load_tokenizer
 from ..options import ModelConfig, RunConfig
 from . import lora
 from .head import causal_states
 from .language_model import prepare_modules, read, readable, save
-from .packing import Costs, InRows, padded_states, unpadded_costs
+from .packing import Costs, InRows, pack, padded_states, unpad, unpadded_costs
 
 if TYPE_CHECKING:
     from .sequences import SequenceParts
@@ -270,6 +271,26 @@ def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Ten
     """Return token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
     masks = [[1] * len(sequence) for sequence in sequences]
     return on_device(pad(sequences, 0), device), on_device(pad(masks, 0), device)
+
+
+def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | None:
+    """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
+    prompts = []
+    responses = []
+    for a, b in zip(sequences[::2], sequences[1::2], strict=True):
+        # A prompt has one token at least; where two have none in common, each keeps a row of its own.
+        common = max(1, len(commonprefix([a, b])))
+        prompts += [a[:common], b[:common]]
+        # The last token predicts one that nobody reads: with it, the last state is that of the response's last token.
+        responses += [[*a[common:], 0], [*b[common:], 0]]
+    batch = make_batch(prompts, responses, 0, device)
+    packed = pack(batch, 2) if costs.masked else unpad(batch, costs)
+    # Without a mask attention costs half as much, so a row for each can be cheaper.
+    alone = costs.causal_flop(len(sequences), max(map(len, sequences)))
+    if costs.masked and costs.flop(*packed.input_ids.shape) >= alone:
+        return None
+    last = batch.response_lengths.cumsum(0) - 1
+    return packed._replace(states=packed.states[on_device(last, device)])
 
 
 def load_reward_model(

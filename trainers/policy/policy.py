@@ -18,19 +18,13 @@ from ..base import engine, ranks
 from ..data.batch import Batch
 from ..data.micro_batches import Padding, by_tokens
 from ..models import language_model
-from ..models.packing import (
-    Costs,
-    in_row_of,
-    pack,
-    shared_tokens,
-    tokens_by,
-    unpad,
-)
+from ..models.packing import Costs, pack, tokens_by, unpad
 from ..rollouts.roll_out import roll_out, sample_rows_of
 from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
 from .options import LossConfig, SamplingRunConfig
 from .reference import Reference
+from .shared_prompts import in_row_of, shared_tokens
 
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
 SHOWN = 4

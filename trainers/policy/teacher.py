@@ -12,14 +12,7 @@ from ..base.screen import print_line
 from ..base.text import InputError
 from ..data.batch import Batch, on_device
 from ..models import language_model
-from ..models.packing import (
-    Costs,
-    cheapest_rows,
-    pack_sequences,
-    packing_costs,
-    rows_cost,
-    unpad,
-)
+from ..models.packing import Costs, input_lengths, packing_costs, unpad
 from ..models.reward_model import check_reads_policy
 from ..rollouts.types import one_line
 from .policy import Policy
@@ -326,9 +319,9 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
         return inputs | {"packed": None}
     if not costs.masked:
         return inputs | {"packed": unpad(batch, costs)}
-    # The last token of a sequence predicts no other token, so it is not fed to the models.
-    input_lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
-    lengths = input_lengths.tolist()
+    from ..models.masked_rows import cheapest_rows, pack_sequences, rows_cost
+
+    lengths = input_lengths(batch).tolist()
     rows = cheapest_rows(lengths, costs)
     is_cheaper = rows_cost(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
     return inputs | {"packed": pack_sequences(batch, rows) if is_cheaper else None}
