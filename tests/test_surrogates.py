@@ -200,18 +200,29 @@ def test_a_surrogate_is_its_paper(surrogate, kind):
     want = torch.zeros(B, T, dtype=F64).masked_scatter(counts, slopes / len(slopes))
     torch.testing.assert_close(loss, values.mean(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradient, want, rtol=1e-10, atol=1e-12)
-    if surrogate not in ("dro", "topr", "kl-cov"):
+    if surrogates.SURROGATES[surrogate].clipped is not None:
         still = slopes - (2 * 0.3 * (logprobs - old)[counts] if surrogate == "ipo" else 0)
         share = (still.abs() < 1e-12).double().mean()
         assert 0 < metrics["clipfrac"] <= share < 1
         assert surrogate == "clip-cov" or metrics["clipfrac"] == pytest.approx(share.item())
 
-    if "cov" in surrogate:
+    if surrogates.SURROGATES[surrogate].needs_batch:
         pytest.raises(ValueError, fused_rl.policy_token_loss, old, advantages, mask, **given)
         return
     token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given)
     by_token = token_loss(logprobs[counts], logprobs[counts], *(x[counts] for x in per_token)).sum()
     torch.testing.assert_close(by_token, loss, rtol=1e-5, atol=1e-6)  # the shares are fp32
+
+
+@pytest.mark.parametrize("surrogate", surrogates.SURROGATES)
+def test_a_surrogate_declares_a_gradient_where_the_advantage_is_0(surrogate):
+    """GRPO leaves out the backward pass of such responses, but with a surrogate that goes beyond advantages."""
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[-1.05, -1.9]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = fused_rl.policy_loss(logprobs, old, torch.zeros(1), mask, surrogate=surrogate)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert gradient.any() == surrogates.SURROGATES[surrogate].beyond_advantages
 
 
 @pytest.mark.parametrize("surrogate", surrogates.SURROGATES)

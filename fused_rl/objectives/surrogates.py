@@ -60,6 +60,7 @@ class Surrogate(Protocol):
     reads: tuple[str, ...]
     clipped: Callable[..., Tensor] | None
     needs_batch: bool
+    beyond_advantages: bool
 
     def __call__(
         self,
@@ -89,17 +90,22 @@ class NoSequences:
 
 
 def declares(
-    *reads: str, clipped: Callable | None = None, needs_batch: bool = False
+    *reads: str,
+    clipped: Callable | None = None,
+    needs_batch: bool = False,
+    beyond_advantages: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Surrogate]:
     """Decorator for a surrogate of the library: the options that it reads, and the tokens that its bounds change.
 
     Options that only other surrogates read are refused with it. `clipped` is a function of (log_ratio, advantages,
     logprobs, options) to (B, T) bool, for the metric `clipfrac`. A surrogate that `needs_batch` compares the tokens of
-    a whole update, which must therefore be one call. A surrogate of your own may read any option.
+    a whole update, which must therefore be one call. A surrogate that goes `beyond_advantages` has a gradient where the
+    advantage is 0, too. A surrogate of your own may read any option.
     """
 
     def declared(surrogate: Any) -> Surrogate:
         surrogate.reads, surrogate.clipped, surrogate.needs_batch = reads, clipped, needs_batch
+        surrogate.beyond_advantages = beyond_advantages
         return surrogate
 
     return declared
@@ -285,7 +291,7 @@ def _inverted(log_ratio, advantages, options):
     return tangent_exp(by_sign).clamp(max=options.aspo_cap)
 
 
-@declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold)
+@declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold, beyond_advantages=True)
 def _ipo(log_ratio, advantages, logprobs, sequences, options):
     """prime-rl's default loss, IPO: DPPO's mask on either side, and a squared log-ratio (arXiv:2602.02276) on all."""
     beyond = _beyond_the_threshold(log_ratio, advantages, logprobs, options)
@@ -294,7 +300,7 @@ def _ipo(log_ratio, advantages, logprobs, sequences, options):
     return gain + options.ipo_tau * log_ratio.square()
 
 
-@declares("dro_beta")
+@declares("dro_beta", beyond_advantages=True)
 def _dro(log_ratio, advantages, logprobs, sequences, options):
     """DRO, Kimi k1.5's loss (arXiv:2501.12599, eq. 3): REINFORCE, and a squared log-ratio."""
     return -advantages * logprobs + options.dro_beta / 2 * log_ratio.square()
@@ -322,7 +328,7 @@ def _first_tokens(order, mask, options):
 
 
 @needs_sequences
-@declares("cov_fraction", "kl_cov_coef", needs_batch=True)
+@declares("cov_fraction", "kl_cov_coef", needs_batch=True, beyond_advantages=True)
 def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
     order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)

@@ -13,6 +13,7 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, option_beyond_a_token
+from fused_rl.objectives.surrogates import SURROGATES
 
 from ..base import engine, ranks
 from ..data.batch import Batch
@@ -28,8 +29,6 @@ from .shared_prompts import in_row_of, shared_tokens
 
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
 SHOWN = 4
-# Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
-SURROGATES_BEYOND_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
 def eager_layers(config: SamplingRunConfig) -> contextlib.AbstractContextManager:
@@ -362,9 +361,10 @@ def needed_passes(
         trained, read: (B,) bool on the CPU.
         minibatch: the CPU indices of each micro-batch.
     """
-    # A user's own surrogate may have a gradient anywhere.
-    is_of_advantages = isinstance(options.surrogate, str) and (
-        options.surrogate not in SURROGATES_BEYOND_ADVANTAGES
+    # A user's own surrogate may have a gradient anywhere, and some read other responses.
+    surrogate = SURROGATES.get(str(options.surrogate))
+    is_of_advantages = surrogate is not None and not (
+        surrogate.beyond_advantages or surrogate.needs_batch
     )
     has_gradient = trained
     if is_of_advantages and not options.kl_coef and not options.entropy_coef:
