@@ -1,5 +1,7 @@
 """linear_token_logprobs and linear_token_loss in autograd's corners, and their work and memory, counted."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -75,6 +77,56 @@ def test_work(workspace, dtype):
         loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
     # a bf16 sum over several blocks of so few rows is what recomputing saves
     assert work.flop == (4 if dtype == BF16 and workspace is not ONE_TILE else 3) * unit
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("cut", [ONE_TILE, MORE_ROWS], ids=["one", "more rows"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_visitor_sees_each_logit_before_the_loss_of_its_token(dtype, cut):
+    """In one pass, with the logits formed twice (bf16, more rows), and without gradients."""
+    shape, workspace_mb = cut
+    leaves, targets, mask = make(shape, dtype)
+    logits = torch.addmm(leaves[2], leaves[0], leaves[1].t()).detach()
+    advantages, weights = per_token(targets)
+    seen = torch.zeros_like(logits)
+    filled = torch.full_like(advantages, torch.nan)
+    calls = []
+
+    def visit(rows, tile):
+        calls.append(rows)
+        seen[rows] += tile
+        filled[rows] = advantages[rows]
+
+    def loss_of(advantages, **options):
+        given = token_loss, advantages, weights
+        options["workspace_mb"] = workspace_mb
+        return call(fused_rl.linear_token_loss, leaves, targets, *given, **options)
+
+    found, plain = loss_of(filled, visit=visit), loss_of(advantages)
+    assert (len(calls) > 1) == (cut is MORE_ROWS)
+    torch.testing.assert_close(seen, logits)
+    pairs = [(found, plain)]
+    # What a visitor holds, such as a tile, is free before the backward pass.
+    alive = weakref.ref(visit)
+    del visit
+    assert alive() is None
+    pairs.append([torch.autograd.grad(rows.loss, leaves) for rows in (found, plain)])
+    for a, b in pairs:
+        assert all(map(torch.equal, a, b))
+
+    # Only the rows that count, and beside log-probabilities as well.
+    def read(rows, tile):
+        seen[rows] = tile
+
+    options = {"mask": mask, "workspace_mb": workspace_mb, "visit": read}
+    for op, given in (
+        (fused_rl.linear_token_loss, (token_loss, advantages, weights)),
+        (fused_rl.linear_token_logprobs, ()),
+    ):
+        seen.zero_()
+        with torch.no_grad():
+            call(op, leaves, targets, *given, **options)
+        torch.testing.assert_close(seen[: mask.sum()], logits[mask])
 
 
 @pytest.mark.usefixtures("cpu")

@@ -59,10 +59,10 @@ from fused_rl.ops.token_support import TokenSupport, check_support, check_suppor
 
 class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
+    def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, visit):
         ctx.options = inv_temperature, softcap, budget
         logprobs, entropy, lse, m, rest = tiles.statistics(
-            hidden, *gather(weight, bias), targets, *ctx.options
+            hidden, *gather(weight, bias), targets, *ctx.options, visit
         )
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest)
         # nothing counts the changes of a tensor of inference mode
@@ -75,13 +75,13 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     def backward(ctx, *upstream):
         hidden, weight, bias, targets, m, rest = ctx.saved_tensors
         if all(d is None for d in upstream):
-            return (None,) * 7
+            return (None,) * 8
         inputs = hidden, *gather(weight, bias), targets
         entropy = _entropy(ctx, inputs)
         gradients = tiles.recomputed(
             ctx.needs_input_grad, upstream, *inputs, (entropy, m, rest), *ctx.options
         )
-        return *scatter(gradients.take(), weight, bias), None, None, None, None
+        return *scatter(gradients.take(), weight, bias), *(None,) * 5
 
 
 def _entropy(ctx, inputs):
@@ -123,6 +123,8 @@ class TokenLoss(NamedTuple):
     takes_lse: bool = False
     # (V,) fp32, of each logit in the mean
     share: Tensor | None = None
+    # of (rows, tile) before the loss of these rows, as in `tiles.statistics`
+    visit: Callable[[slice, Tensor], None] | None = None
 
     def mean(self, weight, bias):
         return None if self.share is None else tiles.MeanLogit(weight, bias, self.share)
@@ -152,6 +154,8 @@ def _gradients_at_once(step, needs, hidden, weight, bias, targets, options, toke
         statistics = row_fwd(logits, targets[rows], None, inv_t, softcap)
         if token_loss.takes_lse:
             statistics = formed.with_common(statistics, hidden[rows], inv_t)
+        if token_loss.visit is not None:
+            token_loss.visit(rows, logits)
         means = None if mean is None else mean.of(hidden[rows], inv_t)
         value, upstream = token_loss.gradients(statistics, means, [p[rows] for p in per_token])
         dlogits = formed.gradient(logits)
@@ -191,7 +195,7 @@ def _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, 
 
 def _value(hidden, weight, bias, targets, options, token_loss, per_token):
     """Statistics, `MeanLogit` or None, the loss, and its gradients by the statistics."""
-    statistics = tiles.statistics(hidden, weight, bias, targets, *options)
+    statistics = tiles.statistics(hidden, weight, bias, targets, *options, token_loss.visit)
     mean = token_loss.mean(weight, bias)
     means = None if mean is None else mean.of(hidden, options[0])
     return statistics, mean, *token_loss.gradients(statistics, means, per_token)
@@ -233,7 +237,8 @@ class LinearLoss(torch.autograd.Function):
         # nothing counts the changes of a tensor of inference mode
         ctx.entropy = entropy.detach(), 0 if entropy.is_inference() else entropy._version
         ctx.options = options
-        ctx.token_loss = token_loss
+        # a visitor may hold a tile of its own, which ends with this pass
+        ctx.token_loss = token_loss._replace(visit=None)
         ctx.mark_non_differentiable(logprobs, entropy)
         return loss, logprobs, entropy
 
@@ -398,6 +403,7 @@ def linear_token_logprobs(
     workspace_mb: float | None = None,
     logits_dtype: torch.dtype | None = None,
     support: TokenSupport | None = None,
+    visit: Callable[[slice, Tensor], None] | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
 
@@ -434,6 +440,9 @@ def linear_token_logprobs(
             are read, without logits and without a GEMM over V. The weight's gradient has the same bits in any order of
             the tokens; on a CPU, the rows of a large gradient that no set touches are memory that was never written.
             Rows with an empty range, and rows with so many ids that a GEMM is cheaper, go through tiles together.
+        visit: `visit(rows, logits)` reads each tile of logits (r, V) in the forward pass and must not modify it; `rows`
+            are a slice of the tokens that count. The logits are without `softcap` and `temperature`, and may lack what
+            all logits of a row have in common. With `support` it is not called.
 
     Returns:
         TokenLogprobs(logprobs, entropy, lse), fp32, 0 where masked: logprobs have the shape of the targets, and the
@@ -453,7 +462,7 @@ def linear_token_logprobs(
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     if support is None:
-        outputs = _LinearTokenLogprobs.apply(*rows.arguments)
+        outputs = _LinearTokenLogprobs.apply(*rows.arguments, visit)
         return TokenLogprobs(*map(rows.restore, outputs))
 
     # the sets of the rows that count
@@ -484,6 +493,7 @@ def linear_token_loss(
     shift: bool = False,
     workspace_mb: float | None = None,
     logits_dtype: torch.dtype | None = None,
+    visit: Callable[[slice, Tensor], None] | None = None,
 ) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
 
@@ -500,14 +510,15 @@ def linear_token_loss(
         loss, *_ = linear_token_loss(hidden, weight, targets, clipped, old_logprobs, advantages, mask=mask)
 
     Args:
-        hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype: as in
+        hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype, visit: as in
             `linear_token_logprobs`. If more than one tile is needed, the fp32 sum of the weight's gradient of bf16 or
             fp16 inputs (4 V H bytes) is part of the workspace. If it leaves room for less than 512 rows of logits, the
             logits are formed twice, in 8 H FLOP.
         token_loss: the function described above; it may be called several times. Metrics can be computed from the
             returned tensors.
         per_token: (..., *) tensors without gradients, which hold what the loss needs per token; (B, T - 1, *) with
-            `shift`.
+            `shift`. Where hidden is (N, H) and there is no mask, `visit` may fill in the rows that it is called for:
+            `token_loss` is called for them afterwards.
 
     Returns:
         LinearTokenLoss(loss, logprobs, entropy): the sum () fp32, differentiable once with respect to hidden, weight
@@ -536,6 +547,6 @@ def linear_token_loss(
                 f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached"
             )
     selected = map(rows.select, per_token)
-    function = TokenLoss(token_loss)
+    function = TokenLoss(token_loss, visit=visit)
     loss, logprobs, entropy = LinearLoss.apply(*rows.arguments, function, *selected)
     return LinearTokenLoss(loss, rows.restore(logprobs), rows.restore(entropy))
