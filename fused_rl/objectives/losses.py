@@ -334,7 +334,7 @@ def policy_token_loss(
     counted here.
 
     Returns:
-        The function of (logprobs, entropy, *per_token), and the tuple of (B, T) tensors it takes.
+        The function of (logprobs, entropy, *per_token), and the tuple of (B, T) tensors it takes, `ref_logprobs` last.
 
     Raises:
         ValueError: as `policy_loss`, and also where a token's loss depends on the rest of its sequence or batch: for a
@@ -368,7 +368,6 @@ def policy_token_loss(
         "advantages": batch.advantages(advantages),
         "shares": torch.where(batch.mask, shares, 0),
         "old": old,
-        "ref": ref,
     }
     if rollout is not None:
         if old is None:
@@ -377,6 +376,7 @@ def policy_token_loss(
             )
         weights = rollout_weights(old, rollout, batch.sequences, chosen)
         inputs["weights"] = weights * torch.ones_like(old)
+    inputs["ref"] = ref
     per_token = {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):

@@ -14,6 +14,7 @@ from fused_rl.trainers.models.logits import keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy.reference import Reference
+from tests.heads import Work
 from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.steps import EOS
@@ -125,6 +126,57 @@ def assert_compared(found, pair, support):
         scores = getattr(found, name)
         torch.testing.assert_close(scores[mask].double(), values, atol=2e-6, rtol=1e-5)
         assert (scores[~mask] == 0).all()
+
+
+# What is special in a pass with a loss beside the exact KL.
+PASSES = {
+    "one pass": {},
+    "in two": {"in_two": True},
+    "a frozen head": {"is_frozen": True},
+    "a soft cap": {"softcap": 1.5},
+    "logits": {"loss_from": "logits"},
+    "sets": {"support": TokenSupport.from_lists(SETS)},
+}
+
+
+def loss_and_gradients(lm, inputs, **options):
+    """What a pass returns with the loss ratio * entropy of each token, where the ratio is that to a reference."""
+    scored = lm(**inputs, token_loss=lambda p, h, q: (p - q).exp() * h, **options)
+    lm.zero_grad()
+    scored.loss.backward()
+    gradients = [x.grad.clone() for x in lm.parameters() if x.grad is not None]
+    return scored, [scored.loss, scored.logprobs, scored.entropy, *gradients]
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_the_tiles_of_the_loss_serve_the_exact_kl(folders, monkeypatch, case):
+    """Beside a token loss the reference costs one product with its head, in tiles smaller than those of the loss."""
+    special = PASSES[case]
+    lms = [load(folders, x, loss_from=special.get("loss_from", "linear")) for x in folders]
+    for lm in lms:
+        lm.head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(lm.head.weight)))
+        lm.softcap = special.get("softcap")
+    lm, reference = lms[0], Reference(lms[1])
+    lm.head.requires_grad_("is_frozen" not in special)
+    vocab, width = lm.head.weight.shape
+    # A tile of the loss has 4 of the 8 rows, and one of the reference has one.
+    monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 2 * 5 * vocab * 4 / 2**20)
+    if "in_two" in special:
+        monkeypatch.setattr(tiles, "one_pass_rows", lambda *_: 0)
+
+    given = batch()
+    inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
+    inputs |= {"places": given.places(), "packed": None, "support": special.get("support")}
+    expected = compared(lm, reference, support=inputs["support"])
+    with Work() as alone:
+        known = loss_and_gradients(lm, inputs, per_token=[expected.ref_logprobs])[1]
+    with reference.states_for(inputs) as states, Work() as beside:
+        found, values = loss_and_gradients(lm, inputs, reference=states)
+    for name in ("ref_logprobs", "kl"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert len(values) == len(known) and all(map(torch.equal, values, known))
+    if case not in ("logits", "sets"):
+        assert beside.flop - alone.flop == 2 * 8 * width * vocab
 
 
 # Scales and caps under names of all kinds, a backbone that its model calls by another way, and more than a product.

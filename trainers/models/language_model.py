@@ -98,7 +98,6 @@ class LanguageModel(nn.Module):
         token_loss: Callable | None = None,
         per_token: Sequence[torch.Tensor] = (),
         reference: ReferenceStates | None = None,
-        loss_given_reference: Callable[[torch.Tensor | None], tuple] | None = None,
         want_likeliest: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
@@ -113,9 +112,7 @@ class LanguageModel(nn.Module):
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
             reference: what it computed for the same tokens; requests its log-probabilities and the exact KL, which
-                have no gradient.
-            loss_given_reference: returns `token_loss` and `per_token` for the log-probabilities (B, T - 1) of the
-                reference, or for None without one.
+                have no gradient. `token_loss` takes its log-probabilities after all `per_token`.
             want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
@@ -132,36 +129,37 @@ class LanguageModel(nn.Module):
             scores = nothing.index_copy(0, places, values).view(mask.shape)
             return scores if self.sequence_parts is None else self.sequence_parts.sum(scores)
 
-        # What a reference says comes first, as the loss may depend on it.
-        compared = None
-        extra_scores = {}
+        # What is read beside the scores of the policy, or while these are computed.
+        found = {}
+        visit = None
         if reference is not None:
-            compared = compare(self, states.detach(), targets, temperature, support, reference)
-            extra_scores = {
-                name: at_places(getattr(compared, name)) for name in ("ref_logprobs", "kl")
-            }
-        if loss_given_reference is not None:
-            token_loss, per_token = loss_given_reference(extra_scores.get("ref_logprobs"))
+            given = targets, temperature, support, reference
+            found, visit = compare(self, states.detach(), *given)
 
         # The scores of the N tokens that count, each by the way that gives what was requested.
         loss = None
         # The fused loss keeps no logits, and knows whole vocabularies alone.
         if token_loss is not None and support is None and self.loss_from == "linear":
-            weights = (tensor.flatten()[places] for tensor in per_token)
+            weights = [tensor.flatten()[places] for tensor in per_token]
+            if reference is not None:
+                weights.append(found["ref_logprobs"])
             options = self._head_options(temperature)
             operands = states, self.head.weight, targets
-            rows = fused_rl.linear_token_loss(*operands, token_loss, *weights, **options)
+            rows = fused_rl.linear_token_loss(
+                *operands, token_loss, *weights, visit=visit, **options
+            )
             loss = rows.loss if self.sequence_parts is None else self.sequence_parts.sum(rows.loss)
-        elif compared is not None and not states.requires_grad:
-            rows = compared
         elif want_likeliest:
             rows = read_likeliest(self, states, targets, temperature)
-            extra_scores["likeliest"] = at_places(rows.likeliest)
+            found["likeliest"] = rows.likeliest
         else:
-            rows = self.rows_of(states, targets, temperature, support)
+            rows = self.rows_of(states, targets, temperature, support, visit)
         logprobs, entropy = at_places(rows.logprobs), at_places(rows.entropy)
+        extra_scores = {name: at_places(values) for name, values in found.items()}
         # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
+            if reference is not None:
+                per_token = *per_token, extra_scores["ref_logprobs"]
             token_losses = token_loss(logprobs, entropy, *per_token)
             loss = fused_rl.masked_sum(token_losses, mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
@@ -194,16 +192,22 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor,
         temperature: float,
         support: fused_rl.TokenSupport | None,
+        visit: Callable | None = None,
     ) -> fused_rl.TokenLogprobs:
-        """Return log-probability and entropy of `targets` (N,) at states (N, ·), differentiable."""
+        """Return log-probability and entropy of `targets` (N,) at states (N, ·), differentiable.
+
+        `visit` is that of `fused_rl.linear_token_logprobs`.
+        """
         if self.loss_from == "logits":
+            if visit is not None:
+                visit(slice(0, len(states)), states.detach())
             # The model itself scales and caps them, if it does.
             return fused_rl.token_logprobs(
                 states, targets, temperature=temperature, support=support
             )
         options = self._head_options(temperature)
         operands = states, self.head.weight, targets
-        return fused_rl.linear_token_logprobs(*operands, support=support, **options)
+        return fused_rl.linear_token_logprobs(*operands, support=support, visit=visit, **options)
 
     def _head_options(self, temperature: float) -> dict[str, Any]:
         """Return how the head makes logits, for the functions of hidden states."""

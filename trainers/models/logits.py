@@ -3,6 +3,7 @@
 Each `lm` is a `LanguageModel` with its head whole.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +71,9 @@ class Tiles:
         return fused_rl.token_logprobs(logits, targets, **options)[:2]
 
     def kept(self, logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> torch.Tensor:
-        """Return the logits of a tile with the cap, -inf outside of the kept sets; in the memory of the tile."""
+        """Return the logits of a tile with the cap, in a copy, and -inf outside of the kept sets, in its memory."""
         if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits = logits.div(self.softcap).tanh_().mul_(self.softcap)
         if self.formed is None and support is not None:
             logits = logits.clone()  # a loss needs them as they are
         keep_only(logits, support)
@@ -102,8 +103,11 @@ def compare(
     temperature: float,
     support: fused_rl.TokenSupport | None,
     reference: ReferenceStates,
-) -> Scored:
-    """Return what policy and reference say of the same tokens; the logits of each are formed once, tile by tile.
+) -> tuple[dict[str, torch.Tensor], Callable | None]:
+    """Return what a reference says of tokens: `ref_logprobs` and `kl`, as in `Scored`.
+
+    Over whole vocabularies both are still 0 then. The function that is returned with them fills them in, tile by tile,
+    from the policy's logits that its own scores are read from: it is the `visit` of `fused_rl.linear_token_logprobs`.
 
     Args:
         lm: the policy, with its head whole.
@@ -113,29 +117,33 @@ def compare(
         support: the set that each token was sampled from; the softmaxes are over these sets.
         reference: what it computed for the same tokens.
     """
-    pair = [Tiles(lm, states, 2), Tiles(reference.lm, reference.states, 2)]
-    blocks = list(tiles.blocks(len(states), min(formed.step for formed in pair)))
-    logprobs, entropy, ref_logprobs, kl = states.new_zeros(4, len(states), dtype=torch.float32)
-    sets = [None] * len(blocks)
-    if support is not None:
-        # Training reads the kept rows of the head alone, and the first ratio is to be 1: the same bits.
-        logprobs, entropy, _ = lm.rows_of(states, targets, temperature, support)
-        ref_logprobs = reference.lm.rows_of(reference.states, targets, temperature, support)[0]
-        # The split waits for the device, and one tile needs none.
-        sizes = [rows.stop - rows.start for rows in blocks]
-        sets = [support] if len(blocks) == 1 else support.split(sizes)
+    # There may be two tiles at once, and under a soft cap a copy of each.
+    formed = Tiles(reference.lm, reference.states, 4)
+    ref_logprobs, kl = states.new_zeros(2, len(states), dtype=torch.float32)
+
+    def visit(rows, logits, kept=None):
+        # A tile of the policy may have more rows than one of the reference.
+        for some in tiles.blocks(len(logits), formed.step):
+            here = slice(rows.start + some.start, rows.start + some.stop)
+            ref_logits = formed.at(here)
+            if support is None:
+                ref_logprobs[here] = formed.statistics(ref_logits, targets[here], temperature)[0]
+            pair = (formed.kept(x, kept) for x in (logits[some], ref_logits))
+            # Both are of one architecture.
+            kl[here] = fused_rl.token_kl(*pair, temperature=temperature * formed.head_temperature)
+
+    if support is None:
+        return {"ref_logprobs": ref_logprobs, "kl": kl}, visit
+    # Of sets, training reads the kept rows of the head alone.
+    ref_logprobs = reference.lm.rows_of(reference.states, targets, temperature, support)[0]
+    own = Tiles(lm, states, 4)
+    blocks = list(tiles.blocks(len(states), min(own.step, formed.step)))
+    # The split waits for the device, and one tile needs none.
+    sizes = [rows.stop - rows.start for rows in blocks]
+    sets = [support] if len(blocks) == 1 else support.split(sizes)
     for rows, kept in zip(blocks, sets, strict=True):
-        logits, ref_logits = (formed.at(rows) for formed in pair)
-        if support is None:
-            options = targets[rows], temperature
-            logprobs[rows], entropy[rows] = pair[0].statistics(logits, *options)
-            ref_logprobs[rows] = pair[1].statistics(ref_logits, *options)[0]
-        logits = pair[0].kept(logits, kept)
-        ref_logits = pair[1].kept(ref_logits, kept)
-        # Both are of one architecture.
-        kl_temperature = temperature * lm.head_temperature
-        kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=kl_temperature)
-    return Scored(logprobs, entropy, ref_logprobs=ref_logprobs, kl=kl)
+        visit(rows, own.at(rows), kept)
+    return {"ref_logprobs": ref_logprobs, "kl": kl}, None
 
 
 def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:

@@ -271,10 +271,14 @@ class Policy(Generic[Config]):
         model_input = batch if inputs["packed"] is None else inputs["packed"]
         self.padding.add(model_input.input_ids, model_input.tokens)
 
-        def token_loss(ref_logprobs):
-            if ref_logprobs is not None:
-                options["ref_logprobs"] = ref_logprobs
-            return fused_rl.policy_token_loss(*tokens, **options)
+        if with_reference:
+            # The pass itself puts the reference's log-probabilities into this place.
+            options["ref_logprobs"] = torch.zeros_like(old_logprobs)
+        # The head forms the gradient in the pass, and the loss is computed once more, only for its metrics.
+        if options.get("rollout_logprobs") is None and is_token_level:
+            token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
+            per_token = per_token[:-1] if with_reference else per_token
+            inputs |= {"token_loss": token_loss, "per_token": per_token}
 
         # A frozen policy is only measured, so no graph is kept for a backward pass.
         with contextlib.ExitStack() as stack:
@@ -283,20 +287,13 @@ class Policy(Generic[Config]):
             if with_reference:
                 assert self.reference is not None
                 inputs["reference"] = stack.enter_context(self.reference.states_for(inputs))
-            # The head forms the gradient here, and the loss is computed once more, only for its metrics.
-            if options.get("rollout_logprobs") is None and is_token_level:
-                scored = self.model(**inputs, loss_given_reference=token_loss)
-                _, metrics = fused_rl.policy_loss(
-                    scored.logprobs, *tokens, entropy=scored.entropy, **options
-                )
-                loss = scored.loss
-            else:
-                scored = self.model(**inputs)
-                if with_reference:
-                    options["ref_logprobs"] = scored.ref_logprobs
-                loss, metrics = fused_rl.policy_loss(
-                    scored.logprobs, *tokens, entropy=scored.entropy, **options
-                )
+            scored = self.model(**inputs)
+            if with_reference:
+                options["ref_logprobs"] = scored.ref_logprobs
+            loss, metrics = fused_rl.policy_loss(
+                scored.logprobs, *tokens, entropy=scored.entropy, **options
+            )
+            loss = loss if scored.loss is None else scored.loss
 
         # How far this pass is from the old log-probabilities, in which 0 means that the policy was not run.
         logprobs = scored.logprobs.detach()
