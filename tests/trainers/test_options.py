@@ -12,6 +12,7 @@ from fused_rl.trainers.base.options import in_words, kinds_of
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.commands.eval import EvalConfig
 from fused_rl.trainers.data import preferences
+from fused_rl.trainers.data.forms import PROMPT_COLUMNS
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
@@ -106,6 +107,12 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
         assert " ".join(field.description.split()) in after, name
         assert f"({in_words(kinds_of(config_class)[name])}; " in after, name
     assert len({*re.findall(r"^  --(\w+) ", whole, re.M)}) == len(config_class.model_fields)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_prompt_column_names_every_column_of_prompts(command):
+    description = COMMANDS[command].model_fields["prompt_column"].description
+    assert {*PROMPT_COLUMNS} <= {*re.findall(r"\w+", description)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
