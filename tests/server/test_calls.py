@@ -76,8 +76,8 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
 def test_a_teacher_tells_its_likeliest_tokens(server, lm, folders):
     """The run's tokenizer is compared with the server's, and each response token has the 20 likeliest in its place."""
     config = SimpleNamespace(model=folders[0], teachers={"": server.url}, teacher_top_k=20)
-    config.server_api_key_env, config.server_timeout = None, 60.0
-    policy = SimpleNamespace(tokenizer=load_tokenizer(folders[0]))
+    config.server_api_key_env, config.server_timeout, config.dry_run = None, 60.0, False
+    policy = SimpleNamespace(tokenizer=load_tokenizer(folders[0]), config=config)
     (served_teacher,) = teacher.load_teachers(config, policy).values()
     responses = [[7, 8, 9], [4], [30, 31]]
     ids, logprobs = served_teacher.read({}, make_batch(PROMPTS[1:], responses, 0, "cpu"))

@@ -224,7 +224,7 @@ def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
         ),
     ):
         name = model(kind, **options)
-        config = distill_config(folder, tmp_path, teacher=name).replace(model=name)
+        config = policy.config = distill_config(folder, tmp_path, teacher=name).replace(model=name)
         if problem is not None:
             with pytest.raises(InputError, match=problem):
                 load_teachers(config, policy)

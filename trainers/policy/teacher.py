@@ -1,11 +1,12 @@
 """The teachers of a distillation: frozen models in this process, or vLLM servers that report their likeliest tokens."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 import fused_rl
+from fused_rl.ops.kl import Direction
 
 from ..base import engine, ranks
 from ..base.screen import print_line
@@ -25,6 +26,20 @@ ROWS = 256  # the rows whose logits exist at once while the likeliest tokens are
 COMPARED = 8  # in training the likeliest tokens are compared at every eighth token of a response
 
 
+class TeacherOptions(Protocol):
+    """The options of teachers, which distill.py declares; all others are read from the policy's."""
+
+    teacher_in_4bit: bool
+    teacher_top_k: int
+    direction: Direction
+    jsd_beta: float
+    distill_temperature: float
+    packing: bool | None
+
+    @property
+    def teachers(self) -> dict[str, str]: ...
+
+
 class Teacher(NamedTuple):
     """A frozen model in this process."""
 
@@ -41,7 +56,9 @@ class Teacher(NamedTuple):
         # Hidden states are kept instead of logits, which are V / H times as large.
         return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
-    def compare(self, config, student, student_hidden, compared, states) -> dict[str, torch.Tensor]:
+    def compare(
+        self, config: TeacherOptions, student, student_hidden, compared, states
+    ) -> dict[str, torch.Tensor]:
         """Return sums of the divergence and of metrics over N tokens, and the divergence of each one.
 
         Args:
@@ -132,7 +149,7 @@ class ServedTeacher(NamedTuple):
         )
 
     def compare(
-        self, config, student, student_hidden, compared, ids, ref_logprobs
+        self, config: TeacherOptions, student, student_hidden, compared, ids, ref_logprobs
     ) -> dict[str, torch.Tensor]:
         """Return what `Teacher.compare` returns, with all tokens but the teacher's K likeliest as one outcome.
 
@@ -159,7 +176,7 @@ class ServedTeacher(NamedTuple):
         }
 
 
-def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
+def load_teachers(config: TeacherOptions, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
     """Return the teachers by name, which is "" if there is only one.
 
     Raises:
@@ -177,12 +194,12 @@ def is_url(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def _load_teacher(config, name: str, policy: Policy) -> Teacher:
+def _load_teacher(config: TeacherOptions, name: str, policy: Policy) -> Teacher:
     """Load a teacher into this process."""
-    check_reads_policy("teacher", name, policy.tokenizer, config.model)
+    check_reads_policy("teacher", name, policy.tokenizer, policy.config.model)
     reading = {
-        "dtype": engine.torch_dtype(config),
-        "attn_implementation": config.attn_implementation,
+        "dtype": engine.torch_dtype(policy.config),
+        "attn_implementation": policy.config.attn_implementation,
     }
     if config.teacher_in_4bit:
         from ..models import four_bit
@@ -191,7 +208,7 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
     student = policy.model.module
-    for option, model in ((f"teacher={name}", teacher), (f"model={config.model}", student)):
+    for option, model in ((f"teacher={name}", teacher), (f"model={policy.config.model}", student)):
         if model.unfused_reason is not None:
             raise InputError(f"{option} {model.unfused_reason}, which distill cannot compare")
     # The divergence applies one cap to the logits of both models, so their caps must be the same. So must be their
@@ -203,7 +220,7 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
 
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
-    costs = packing_costs(lm, config.longest_sequence, config.packing, **rows)
+    costs = packing_costs(lm, policy.config.longest_sequence, config.packing, **rows)
     reads_packed = False
     if costs is not None and policy.costs is not None:
         reads_packed = costs.form == policy.costs.form
@@ -219,15 +236,15 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     # alone calls the head.
     rows = len(head[0])
     student.head.register_forward_hook(lambda head, inputs, logits: logits[..., :rows])
-    return Teacher(engine.initialize_frozen(teacher, config), head, reads_packed)
+    return Teacher(engine.initialize_frozen(teacher, policy.config), head, reads_packed)
 
 
-def _connect_teacher(config, url: str, policy: Policy) -> ServedTeacher:
+def _connect_teacher(config: TeacherOptions, url: str, policy: Policy) -> ServedTeacher:
     """Wait for a teacher's server, and check that its model has the student's tokenizer."""
     from ..servers.probe import TEXT
 
-    url, http = url.rstrip("/"), http_of(config)
-    if config.dry_run:
+    url, http = url.rstrip("/"), http_of(policy.config)
+    if policy.config.dry_run:
         return ServedTeacher(http, url, "", config.teacher_top_k)  # no server is asked
     if ranks.process_index() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
@@ -245,7 +262,7 @@ def _connect_teacher(config, url: str, policy: Policy) -> ServedTeacher:
         ) from error
     if tokens != policy.tokenizer.encode(TEXT, add_special_tokens=False):
         raise InputError(
-            f"teacher={url} has other tokens than model={config.model}; choose a model with its tokenizer"
+            f"teacher={url} has other tokens than model={policy.config.model}; choose a model with its tokenizer"
         )
     return ServedTeacher(http, url, name, config.teacher_top_k)
 
