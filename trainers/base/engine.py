@@ -332,6 +332,52 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
     return deepspeed.initialize(model=model, config=_deepspeed_config(config))[0]
 
 
+def partitioning(config: EngineConfig) -> object:
+    """Return what has transformers read models part by part while it is kept, so that no rank ever holds a whole one.
+
+    It is for ZeRO 3: the first rank reads the files, and each rank keeps its part of every weight.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(_deepspeed_config(config))
+
+
+@contextlib.contextmanager
+def gathered_in_turn(model: nn.Module, *, backward: bool = False):
+    """Let a partitioned model run before it has an engine: the weights of a module are whole while it runs.
+
+    Call on all ranks. With `backward` it may run backward too. Other models run as they do without the block.
+    """
+    own: dict[nn.Module, list[Any]] = {}
+    for module in model.modules():
+        weights = [
+            weight for weight in module.parameters(recurse=False) if hasattr(weight, "ds_id")
+        ]
+        if weights:
+            own[module] = weights
+
+    def gather(module, *_) -> None:
+        own[module][0].all_gather(own[module])
+
+    def release(module, *_) -> None:
+        own[module][0].partition(own[module])
+
+    hooks = []
+    for module in own:
+        hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(release)]
+        if backward:
+            hooks += [module.register_full_backward_pre_hook(gather)]
+            hooks += [module.register_full_backward_hook(release)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        # What an error has left whole.
+        for module in own:
+            release(module)
+
+
 @torch.no_grad()
 def collected_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's weights and saved buffers, whole on the first rank's CPU. Call on all ranks."""

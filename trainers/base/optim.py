@@ -11,6 +11,7 @@ from torch import nn
 import fused_rl
 from fused_rl.base.checks import check_range
 
+from . import ranks
 from .options import Decay, NonNegative, NonNegativeInt, Options, Positive, may_change
 from .text import InputError, in_a_line, load_function
 
@@ -51,8 +52,10 @@ class OptimConfig(Options):
 
 def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
-    decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
-    spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
+    decayed, spared = [], []
+    for parameter in parameters:
+        decays = len(ranks.whole_shape(parameter)) > 1 or not config.weight_decay
+        (decayed if decays else spared).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}] if decayed else []
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})

@@ -57,6 +57,11 @@ def process_index() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight, of which ZeRO 3 may leave a part in each process."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
 def divide_over(name: str, count: int, world: int) -> int:
     """Return each process's share of `count`, which the option `name` gives; refuse a count that does not divide."""
     if count % world:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ..base import engine
 from ..base.text import InputError, in_a_line
 from ..options import ModelConfig
 from .lora import MERGE_FIRST
@@ -117,6 +118,15 @@ def _matrices(modules: dict[str, nn.Module]) -> dict[str, str]:
                 if is_matrix and min(weight.shape) > 1:
                     names[name.removesuffix(".weight")] = name
     return names
+
+
+def merged_in_place(lm: Any) -> Any:
+    """Return the model under peft's wrapper, with its adapters merged into its weights, of a layer at a time."""
+    for layer in lm.modules():
+        if hasattr(layer, "base_layer"):
+            with engine.gathered(*layer.parameters(), written=True):
+                layer.merge()
+    return lm.unload()
 
 
 def merge(model: Any, state: dict | None) -> Any:

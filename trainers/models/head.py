@@ -8,6 +8,7 @@ from torch import nn
 from fused_rl.integrations.unformed import UnformedLogits
 from fused_rl.ops import tiles
 
+from ..base import engine
 from ..base.rounding import relative_difference
 from ..base.text import InputError, in_a_line
 
@@ -44,8 +45,8 @@ def trace_head(lm: Any) -> UnformedLogits | str:
         return f"has an LM head of type {type(head).__name__}"
     training = lm.training
     lm.eval()
-    with torch.no_grad():
-        states = causal_states(lm)
+    states = causal_states(lm)
+    with torch.no_grad(), engine.gathered_in_turn(lm):
         # Logits that are not formed note what the model does to them.
         head.forward = lambda hidden: UnformedLogits(head, hidden)
         try:
@@ -71,7 +72,8 @@ def causal_states(model: Any) -> torch.Tensor:
     Raises:
         InputError: the states of the two tokens that both begin with differ, because what follows them does.
     """
-    states = model.base_model(input_ids=_ids(model), use_cache=False)[0]
+    with engine.gathered_in_turn(model):
+        states = model.base_model(input_ids=_ids(model), use_cache=False)[0]
     # The rows of one batch round almost alike, so in fp32 even a small difference is none of rounding.
     rounding = 0.02 if states.dtype == torch.float32 else 1
     if relative_difference(*states[:, :2]) > rounding:

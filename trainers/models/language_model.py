@@ -266,10 +266,17 @@ def prepare_modules(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def read(kind: Any, name: str, device: torch.device | str, **options) -> tuple[Any, Mapping]:
+def read(
+    kind: Any,
+    name: str,
+    device: torch.device | str,
+    held: engine.EngineConfig | None = None,
+    **options,
+) -> tuple[Any, Mapping]:
     """Return a model of one of transformers' auto classes, and which weights it lacks.
 
-    On the meta device, as in a dry run, no numbers are read, and of a model on the Hub nothing but its config.
+    On the meta device, as in a dry run, no numbers are read, and of a model on the Hub nothing but its config. `held`
+    says how an engine will hold it: under ZeRO 3 it is partitioned while it is read, on all ranks together.
     """
     from transformers import AutoConfig
 
@@ -281,7 +288,12 @@ def read(kind: Any, name: str, device: torch.device | str, **options) -> tuple[A
             config = options.get("config") or AutoConfig.from_pretrained(name, **options)
             with torch.device("meta"):
                 return kind.from_config(config), defaultdict(tuple)
-    return kind.from_pretrained(name, **options)
+    if held is None or held.zero_stage < 3 or "quantization_config" in options:
+        return kind.from_pretrained(name, **options)
+    # Partitioned, transformers does not say which weights are unexpected, and one rank alone raises errors.
+    report = kind.from_pretrained(name, **options, device_map="meta")[1]
+    _kept = engine.partitioning(held)
+    return kind.from_pretrained(name, **options)[0], report
 
 
 def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **options) -> Any:
@@ -292,7 +304,7 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
 
     if adapters is not None:
         name, revision = adapters.base_model_name_or_path, adapters.revision
-    with readable(name, options["attn_implementation"]):
+    with readable(name, options.get("attn_implementation")):
         lm, report = read(AutoModelForCausalLM, name, device, revision=revision, **options)
     hint = ""
     if "score.weight" in report["unexpected_keys"]:
@@ -325,6 +337,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     reading = {
         "dtype": engine.torch_dtype(config),
         "attn_implementation": config.attn_implementation,
+        "held": config,
     }
     if trainable:
         lora.check_options(config, adapters)
@@ -378,28 +391,24 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
 
 
 def load_to_sample(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    revision: str | None = None,
-    attn_implementation: str | None = None,
-    **quantized,
+    name: str, *, device: torch.device, revision: str | None = None, **options
 ) -> Any:
-    """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
+    """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults.
+
+    Its `options` are a dtype, attn_implementation, and those of `read`.
+    """
     adapters = lora.find(name, revision)
-    if adapters is not None and quantized:
+    if adapters is not None and "quantization_config" in options:
         raise InputError(
             f"{name!r} are adapters, which cannot be merged into weights of 4 bits; merge and save them"
         )
-    reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
-    lm = _read_lm(name, revision, adapters, device, **reading)
+    lm = _read_lm(name, revision, adapters, device, **options)
     if adapters is not None:
-        from .adapters import with_saved_adapters
+        from .adapters import merged_in_place, with_saved_adapters
 
         with readable(name):
-            lm = with_saved_adapters(lm, name, revision, adapters).merge_and_unload()
-    return lm.to(device).eval()
+            lm = merged_in_place(with_saved_adapters(lm, name, revision, adapters))
+    return lm.eval()
 
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..base import ranks
+from ..base import engine, ranks
 from ..base.rounding import relative_difference
 from ..base.screen import print_rank0
 from ..base.text import InputError
@@ -106,22 +106,21 @@ class Costs:
 
 
 def costs_of(lm: Any) -> Costs:
-    """Return the costs of a transformers model without its head. Call before its weights are partitioned."""
+    """Return the costs of a transformers model without its head."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    weights = 0
-    for weight in lm.parameters():
-        # Of weights of 4 bits there are two in a byte.
-        per_element = 2 if weight.dtype == torch.uint8 else 1
-        weights += weight.numel() * per_element
-
     # Embeddings are looked up, and the head meets the tokens that count alone, packed or not.
     outside = {lm.get_input_embeddings().weight}
     head = lm.get_output_embeddings()
     # A classifier has no such head, and a tied one is the weight of the embeddings.
     if head is not None:
         outside.add(head.weight)
-    weights -= sum(weight.numel() for weight in outside)
+    weights = 0
+    for weight in lm.parameters():
+        if weight not in outside:
+            # Of weights of 4 bits there are two in a byte.
+            per_element = 2 if weight.dtype == torch.uint8 else 1
+            weights += ranks.whole_shape(weight).numel() * per_element
 
     # 2 FLOP per weight and token; scores and their sum of values are 2 FLOP each per element of a
     # head.
@@ -361,16 +360,18 @@ def _differs(
     training = lm.training
     lm.eval()
     try:
-        outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
-        alone = outputs.last_hidden_state[:, :-1]
-        alone = alone[batch.response_mask]
-        with torch.set_grad_enabled(trains):
-            together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state")
-        if together.requires_grad:
-            weights = [weight for weight in lm.parameters() if weight.requires_grad]
-            # The first of the smallest weights, as a rule a norm's, is below all layers.
-            first_norm = min(weights, key=torch.numel)
-            torch.autograd.grad(together, first_norm, torch.ones_like(together), allow_unused=True)
+        with engine.gathered_in_turn(lm, backward=trains):
+            outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
+            alone = outputs.last_hidden_state[:, :-1]
+            alone = alone[batch.response_mask]
+            with torch.set_grad_enabled(trains):
+                together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state")
+            if together.requires_grad:
+                weights = [weight for weight in lm.parameters() if weight.requires_grad]
+                # The first of the smallest weights, as a rule a norm's, is below all layers.
+                first_norm = min(weights, key=lambda weight: ranks.whole_shape(weight).numel())
+                ones = torch.ones_like(together)
+                torch.autograd.grad(together, first_norm, ones, allow_unused=True)
     # A model without position_ids, or with a mask of another form: each says so in its own way.
     except Exception as error:
         reason = f"takes no mask and positions of its own ({type(error).__name__})"

@@ -60,7 +60,7 @@ class RewardModel(nn.Module):
             dtype: of weights and activations; scores are fp32 in any case.
             device: where the model is read to; meta leaves out the numbers, as a dry run does.
             adapters: its `lora_rank`, `lora_alpha` and `lora_targets`; beside low-rank adapters the head is trained.
-            **options: revision and attn_implementation, as transformers takes them.
+            **options: revision and attn_implementation, as transformers takes them, and `held`, as `read` does.
 
         Raises:
             InputError (a ValueError): several labels, weights that are missing, no causal LM, or adapters alone.
@@ -302,6 +302,7 @@ def load_reward_model(
         dtype=engine.torch_dtype(config),
         device=device,
         adapters=config,
+        held=config,
         revision=config.revision,
         attn_implementation=config.attn_implementation,
     )

@@ -134,7 +134,7 @@ class Inputs(Generic[Config]):
         # The model, its reference, and its engine.
         config, tokenizer, device = self.config, self.tokenizer, self.run.device
         lm = language_model.load_lm(config, device)
-        # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
+        # Whether rows may be shared is tried before there is an engine.
         longest = config.longest_sequence
         if packing_option is None:
             costs = unpadded_costs(lm.base, longest)

@@ -200,6 +200,7 @@ def _load_teacher(config: TeacherOptions, name: str, policy: Policy) -> Teacher:
     reading = {
         "dtype": engine.torch_dtype(policy.config),
         "attn_implementation": policy.config.attn_implementation,
+        "held": policy.config,
     }
     if config.teacher_in_4bit:
         from ..models import four_bit
@@ -227,10 +228,11 @@ def _load_teacher(config: TeacherOptions, name: str, policy: Policy) -> Teacher:
 
     # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
-    weight_and_bias = [
-        None if tensor is None else tensor.detach() if scale == 1 else tensor.detach() * scale
-        for tensor in (teacher.head.weight, teacher.head.bias)
-    ]
+    with engine.gathered(*teacher.head.parameters(recurse=False)):
+        weight_and_bias = [
+            None if tensor is None else tensor.detach() if scale == 1 else tensor.detach() * scale
+            for tensor in (teacher.head.weight, teacher.head.bias)
+        ]
     head = _first(vocab, *weight_and_bias)
     # No token has a row that the student alone has. The divergence leaves such rows out, and so does sampling, which
     # alone calls the head.

@@ -46,10 +46,12 @@ def load_reward_model(
     **common,
 ) -> RewardModelScorer:
     """Return the reward model in a folder, which reads the responses of a policy; refuse one of other tokens."""
-    options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
+    options = {"attn_implementation": policy.attn_implementation, "held": held}
     # It reads token ids, so its tokenizer must be the policy's, and a head that was never trained has no opinion.
     check_reads_policy("reward model", folder, tokenizer, policy.model)
-    model = RewardModel.from_pretrained(folder, device=device, **options)
+    model = RewardModel.from_pretrained(
+        folder, device=device, dtype=engine.torch_dtype(held), **options
+    )
     if not has_score_head(model.classifier.config):
         problem = "a language model without a head for scores; train it first with fused-rl reward"
         raise InputError(f"reward_model:{folder}: {problem}")

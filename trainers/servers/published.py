@@ -69,7 +69,7 @@ def _fits(lm) -> bool:
     """Return True if shared memory has room for two publications and a half."""
     total = 0
     for weight in lm.parameters():
-        elements = getattr(weight, "ds_numel", weight.numel())  # ZeRO 3 leaves a part of them here
+        elements = ranks.whole_shape(weight).numel()
         total += elements * (weight.itemsize if weight.is_floating_point() else BYTES_IN_4_BIT)
     return shutil.disk_usage(SHARED_MEMORY).free >= ROOM * total
 
