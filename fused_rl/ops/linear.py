@@ -195,7 +195,8 @@ def _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, 
 
 def _value(hidden, weight, bias, targets, options, token_loss, per_token):
     """Statistics, `MeanLogit` or None, the loss, and its gradients by the statistics."""
-    statistics = tiles.statistics(hidden, weight, bias, targets, *options, token_loss.visit)
+    visit = token_loss.visit
+    statistics = tiles.statistics(hidden, weight, bias, targets, *options, visit=visit)
     mean = token_loss.mean(weight, bias)
     means = None if mean is None else mean.of(hidden, options[0])
     return statistics, mean, *token_loss.gradients(statistics, means, per_token)

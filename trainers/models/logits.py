@@ -103,7 +103,7 @@ def compare(
     temperature: float,
     support: fused_rl.TokenSupport | None,
     reference: ReferenceStates,
-) -> tuple[dict[str, torch.Tensor], Callable | None]:
+) -> tuple[dict[str, Any], Callable | None]:
     """Return what a reference says of tokens: `ref_logprobs` and `kl`, as in `Scored`.
 
     Over whole vocabularies both are still 0 then. The function that is returned with them fills them in, tile by tile,
