@@ -37,6 +37,7 @@ SUBMODULES = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": f"sequence_parallel; {STOPS}",
     "openrlhf.models.utils": "patch() checks the release of OpenRLHF",
     "transformers.cache_utils": "sampling writes keys and values in place; without it generate samples, with a line",
+    "transformers.integrations.deepspeed": f"models that are partitioned while they are read; {STOPS}",
     "transformers.loss.loss_utils": "patch() of a model; an unknown release is tried first",
     "transformers.modeling_layers": f"torch_compile finds the layers by their class; {STOPS}",
     "transformers.masking_utils": "padded passes do not wait; without its function they wait, with the same result",

@@ -337,7 +337,7 @@ def partitioning(config: EngineConfig) -> object:
 
     It is for ZeRO 3: the first rank reads the files, and each rank keeps its part of every weight.
     """
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(_deepspeed_config(config))
 
@@ -350,11 +350,11 @@ def gathered_in_turn(model: nn.Module, *, backward: bool = False):
     """
     own: dict[nn.Module, list[Any]] = {}
     for module in model.modules():
-        weights = [
-            weight for weight in module.parameters(recurse=False) if hasattr(weight, "ds_id")
-        ]
-        if weights:
-            own[module] = weights
+        # An adapter of peft reads the weights of the layer under it.
+        weights = module.parameters(recurse=hasattr(module, "base_layer"))
+        partitioned = [weight for weight in weights if hasattr(weight, "ds_id")]
+        if partitioned:
+            own[module] = partitioned
 
     def gather(module, *_) -> None:
         own[module][0].all_gather(own[module])
