@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.models import packing
 from tests.device import steps, tensors
 from tests.marks import slow
 from tests.trainers import tiny
@@ -185,3 +187,15 @@ def test_a_step_that_waits_is_not_captured(device, folders, capsys):
     assert found == plain and not waits.launches["replay"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "without CUDA graphs" in line and "synchronizing CUDA operation" in line
+
+
+def test_rows_of_blocks_are_made_without_a_wait(device):
+    """The mask that flex_attention takes, of groups over several blocks, and what its backward pass reads."""
+    prompts = [[1] * 150] * 3 + [[2] * 40] * 2
+    responses = [[3] * count for count in (90, 0, 200, 30, 7)]
+    batch = make_batch(prompts, responses, 0, device)
+    with tensors.counted() as waits:
+        packed = packing.pack(batch, None)
+        mask = packed.attention["attention_mask"]
+    assert not waits.reads and not waits.uploads
+    assert mask.q_indices.device.type == "cuda" and packed.input_ids.shape == (1, 150 + 40 + 323)
