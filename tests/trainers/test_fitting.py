@@ -36,10 +36,11 @@ class Measured:
 
 
 def gpu(monkeypatch, total: int, engines, peak=None) -> None:
-    """Stand in for a GPU with so many bytes that holds the engines."""
-    properties = SimpleNamespace(total_memory=total)
+    """Stand in for a GPU that holds the engines, of which so many bytes are theirs or free; a server has the rest."""
     base = sum(one.base for one in engines)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    free = total - base
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 3 * total))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: base)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: base)
     peaks = lambda device: peak or sum(one.peak for one in engines)  # noqa: E731

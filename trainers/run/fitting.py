@@ -11,7 +11,7 @@ import torch
 
 from ..base import ranks
 
-USED = 0.75  # of a GPU's memory: fragments, and what libraries hold, are not measured
+USED = 0.75  # of a GPU's free memory: fragments, and what libraries take later, are not measured
 MOST_SEQUENCES = 256  # of a micro-batch
 
 
@@ -23,7 +23,9 @@ def fitting_tokens(engines: Sequence[Any], longest: int) -> int:
         longest: the tokens of the longest sequence, which always fits: a micro-batch has one at least.
     """
     device = engines[0].device
-    usable = int(USED * torch.cuda.get_device_properties(device).total_memory)
+    # Others may hold a part of the GPU, such as a server; what PyTorch holds is ours.
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    usable = int(USED * free)
     # The optimizer without ZeRO makes its two fp32 moments in its first step.
     for engine in engines:
         if not engine.optimizer.state:
