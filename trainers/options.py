@@ -113,6 +113,11 @@ class ModelConfig(LoadConfig):
             lambda config: config.zero_stage < 3 and config.sequence_parallel == 1,
             "needs whole layers on every process: zero_stage 2 or lower, and no sequence_parallel",
         ),
+        Requirement(
+            "torch_compile",
+            lambda config: config.checkpoint_activations_on == "device",
+            "cannot follow tensors to the CPU: leave out checkpoint_activations_on=cpu",
+        ),
     )
 
     def check(self) -> None:
