@@ -41,8 +41,8 @@ STEPS = {
     "grpo, one update": (steps.grpo_step, ONE_BATCH, 6),
     "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 10),
     "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 10),
-    # One of the four has no gradient, and no way back.
-    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 10 + 4 * (3 + 1) - 2),
+    # One of the four has no gradient, and no way back; its scores are read once, beside those of the reference.
+    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 10 + 4 * (3 + 1) - 3),
     "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 11),
     "gspo": (steps.grpo_step, {"preset": "gspo"}, 10),
     "dapo": (
