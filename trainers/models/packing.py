@@ -306,8 +306,8 @@ def _is_flash(lm: Any) -> bool:
 
 def _takes_blocks(lm: Any) -> bool:
     """Return True if the mask of a row may be one of blocks: its attention is sdpa, on a device that has kernels."""
-    may_divide = ranks.sequence_group() is not None
-    return attention_of(lm) == "sdpa" and lm.device.type in BLOCK_DEVICES and not may_divide
+    has_kernels = lm.device.type in BLOCK_DEVICES
+    return attention_of(lm) == "sdpa" and has_kernels and ranks.sequence_group() is None
 
 
 @functools.cache
