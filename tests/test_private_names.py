@@ -14,7 +14,8 @@ PRIVATE = {
     # transformers
     "_attn_implementation": "which attention a model has; without it rows are padded",
     "_gradient_checkpointing_func": "inputs of layers on the CPU; without it a line refuses checkpoint_activations_on",
-    "_weight_conversions": "names of merged weights in files; without it models that convert them are read as damaged",
+    "_weight_conversions": "names of weights in files, merged or sent to a server; without it models that convert them "
+    "are read as damaged",
     "_is_replica": "DataParallel of a patched model; without it a replica returns logits that are not formed",
     "_replicate_for_data_parallel": "DataParallel of a patched model; without it a replica runs the first model",
     # torch

@@ -135,8 +135,8 @@ class Server:
         """Return an answer's ids, log-probabilities, kept sets or None, and finish reason."""
         raise NotImplementedError
 
-    def update(self, folder: Path) -> list[tuple[str, dict | None]]:
-        """Return paths and bodies that pause the server, load the weights and empty its cache."""
+    def update(self, weights: Path | dict) -> list[tuple[str, dict | None]]:
+        """Return paths and bodies that pause the server, load the weights as in `push` and empty its cache."""
         raise NotImplementedError
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
@@ -170,9 +170,12 @@ class Server:
             )
         return Response(ids, "stop" if stopped else "length", scores, support)
 
-    async def push(self, folder: Path) -> None:
-        """Load the weights of a folder that the server sees too. A call that fails is not repeated."""
-        calls = [*self.update(folder.resolve()), (self.resume, {})]
+    async def push(self, weights: Path | dict) -> None:
+        """Load the weights of a folder that the server sees too, or for vLLM those behind `ipc.update_info`.
+
+        A call that fails is not repeated.
+        """
+        calls = [*self.update(weights), (self.resume, {})]
         try:
             for path, body in calls:
                 answer = await self.http.call("POST", self.url + path, body, tries=1)
@@ -186,9 +189,14 @@ class Server:
                     await self.http.call("POST", self.url + self.resume, {}, tries=1)
             if not isinstance(error, InputError):
                 raise
+            place = (
+                f"see {weights} (--published_dir)"
+                if isinstance(weights, Path)
+                else "be on a trainer's GPU"
+            )
             raise InputError(
-                f"{error}; {self.name} did not load the weights: it must see {folder} (--published_dir), serve this "
-                f"run alone, and have room on its GPU to wake (--gpu-memory-utilization); {self.flags}"
+                f"{error}; {self.name} did not load the weights: it must {place}, serve this run alone, and have room "
+                f"on its GPU to wake (--gpu-memory-utilization); {self.flags}"
             ) from error
         self.asleep = False
 

@@ -63,15 +63,23 @@ class VLLM(Server):
             logprobs = choice["logprobs"]["token_logprobs"]
         return choice["token_ids"], logprobs, choice.get("sampling_mask"), choice["finish_reason"]
 
-    def update(self, folder: Path) -> list[tuple[str, dict | None]]:
-        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        load = ("/collective_rpc", arguments)
+    def update(self, weights: Path | dict) -> list[tuple[str, dict | None]]:
+        if isinstance(weights, Path):
+            arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+            load = [("/collective_rpc", arguments)]
+        else:
+            load = [
+                ("/init_weight_transfer_engine", {"init_info": {"packed": False}}),
+                ("/start_weight_update", None),
+                ("/update_weights", {"update_info": weights}),
+                ("/finish_weight_update", None),
+            ]
         empty = ("/reset_prefix_cache", None)
         if not self.asleep:
-            return [("/pause?mode=wait", None), load, empty]
+            return [("/pause?mode=wait", None), *load, empty]
         # The cache comes back last: until then its memory is free for the weights that are read.
-        weights, cache = (f"{self.wake}?tags={tag}" for tag in ("weights", "kv_cache"))
-        return [(weights, None), load, (cache, None), empty]
+        awake, cache = (f"{self.wake}?tags={tag}" for tag in ("weights", "kv_cache"))
+        return [(awake, None), *load, (cache, None), empty]
 
 
 class SGLang(Server):
@@ -119,6 +127,6 @@ class SGLang(Server):
             logprobs = about["output_token_sampling_logprobs"]
         return answer["output_ids"], logprobs, sets, about["finish_reason"]["type"]
 
-    def update(self, folder: Path) -> list[tuple[str, dict | None]]:
-        load = {"model_path": str(folder), "flush_cache": True}
+    def update(self, weights: Path | dict) -> list[tuple[str, dict | None]]:
+        load = {"model_path": str(weights), "flush_cache": True}
         return [("/pause_generation", {"mode": "retract"}), ("/update_weights_from_disk", load)]

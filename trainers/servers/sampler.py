@@ -1,4 +1,4 @@
-"""A sampler behind inference servers; weights go through a folder, `step-7`, that all of them see (published.py)."""
+"""A sampler behind inference servers: weights go through a folder, `step-7`, that all of them see, or by CUDA IPC."""
 
 import math
 import shutil
@@ -10,10 +10,11 @@ import torch
 
 from ..base import ranks
 from ..base.files import io_errors_in_a_line
-from ..base.screen import print_line
+from ..base.screen import print_line, print_rank0
 from ..base.text import InputError
 from ..rollouts.sampling import Sampling
 from ..rollouts.types import Response, Sampler, one_line
+from . import ipc
 from .inference import Http, HttpError, Server
 from .kinds import VLLM, SGLang
 from .probe import Probe
@@ -59,21 +60,34 @@ def check_sleeps(server: Server) -> None:
         raise InputError(
             f"server_sleeps=True is for vLLM, and {server.name} is another server; leave it out"
         )
-    url = f"{server.url}/server_info?config_format=json"
-    (answer,) = server.http.run([server.http.call("GET", url)])
-    # A release that says nothing of it may do it.
-    config = {"model_config": {}, "device_config": {}} | answer.get("vllm_config", {})
+    config = vllm_config(server)
     # vLLM on a CPU takes no such flag: it falls asleep without it, and frees nothing.
     enabled = config["model_config"].get("enable_sleep_mode", True)
     if not enabled and config["device_config"].get("device") != "cpu":
         raise InputError(f"server_sleeps=True: start {server.name} with --enable-sleep-mode")
 
 
+def vllm_config(server: Server) -> dict:
+    """Return how a vLLM server was started. A release that says nothing of a part may do anything there."""
+    url = f"{server.url}/server_info?config_format=json"
+    (answer,) = server.http.run([server.http.call("GET", url)])
+    empty: dict = {"model_config": {}, "device_config": {}, "weight_transfer_config": None}
+    return empty | answer.get("vllm_config", {})
+
+
+def takes_handles(server: Server) -> bool:
+    """Return True if a server was started to take weights by CUDA IPC."""
+    if not isinstance(server, VLLM):
+        return False
+    transfer = vllm_config(server)["weight_transfer_config"]
+    return transfer is not None and transfer["backend"] == "ipc"
+
+
 class ServerSampler(Sampler):
     """Samples from the servers at `urls`, whose weights are those of the last `publish`, which `probe` verifies.
 
-    Weights are written to `folder`; prompt and response together have at most `longest` tokens. Servers that `sleep` do
-    so from `rest` to `publish`.
+    Weights are written to `folder`, unless all servers take them by CUDA IPC; prompt and response together have at most
+    `longest` tokens. Servers that `sleep` do so from `rest` to `publish`.
     """
 
     reports_logprobs = True
@@ -93,6 +107,7 @@ class ServerSampler(Sampler):
         self.folder = folder
         self.probe = probe
         self.sleeps = sleeps
+        self.exports: dict[int, tuple] = {}
         if ranks.process_index() == 0:
             print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url, sleeps=sleeps) for url in urls]
@@ -102,6 +117,7 @@ class ServerSampler(Sampler):
                     f"{server.name} has room for {server.room} tokens, but max_prompt_length and max_new_tokens are "
                     f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
+        self.by_ipc = ipc.is_possible(probe.model) and all(map(takes_handles, self.servers))
         # Beside what servers refuse: cache entries of the weights before the first update, for the probe after it not
         # to find them.
         ranks.on_first_rank(self._prepare_servers)
@@ -111,6 +127,8 @@ class ServerSampler(Sampler):
         for server in self.servers:
             if self.sleeps:
                 check_sleeps(server)
+        way = "CUDA IPC" if self.by_ipc else f"files in {self.folder}"
+        print_line(f"weights go to the servers by {way}")
         awake = [server for server in self.servers if not server.asleep]
         self.http.run(self.probe.sample(server, 0) for server in awake)
 
@@ -131,12 +149,17 @@ class ServerSampler(Sampler):
             ranks.on_first_rank(lambda: self.http.run(server.rest() for server in self.servers))
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
-        """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
+        """Have all servers load the weights, and verify that they did; all ranks call this together."""
         folder = self.folder / f"step-{step}"
-        with io_errors_in_a_line("the weights for the servers", self.folder):
-            if ranks.process_index() == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
-            save(folder)
+        is_trial = self.by_ipc and not self.exports
+        if self.by_ipc:
+            weights = ipc.update_info(self.probe.model.module.base, self.exports)
+        else:
+            weights = folder.resolve()
+            with io_errors_in_a_line("the weights for the servers", self.folder):
+                if ranks.process_index() == 0:
+                    shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
+                save(folder)
         if self.sleeps:
             # What the allocator keeps for later is no room for a server; every process may be on its GPU.
             torch.cuda.empty_cache()
@@ -144,15 +167,25 @@ class ServerSampler(Sampler):
         probed: list[list[Response]] = []
 
         def push() -> None:
-            self.http.run(server.push(folder) for server in self.servers)
+            self.http.run(server.push(weights) for server in self.servers)
             for other in self.folder.glob(
                 "step-*"
             ):  # the one before stays until all servers have the new one
                 if other != folder:
                     shutil.rmtree(other)
+            # A server that has sampled has read the weights, which may change from then on.
             probed.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
-        ranks.on_first_rank(push)
+        try:
+            ranks.on_first_rank(push)
+        except InputError as error:
+            if not is_trial:
+                raise
+            # A server on other GPUs, for example.
+            self.by_ipc = False
+            print_rank0(f"by CUDA IPC: {str(error)[:300]}; so by files in {self.folder}")
+            self.publish(step, save)
+            return
         for server, responses in zip(self.servers, ranks.gather_processes(probed)[0], strict=True):
             self.probe.judge(server, step, responses, self.probe.differences(server, responses))
