@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from fused_rl.trainers.rollouts.sampling import Sampling, processed_scores
 from tests.lazy import transformers
+from tests.trainers.weight_transfer import Transfer
 
 BLOCK = 16  # tokens of a prompt from which on it is kept
 
@@ -40,12 +41,14 @@ class Fake:
         connections: how many have been opened.
         loaded: (folder, its tensors) of each update.
         asleep: what of its memory is freed: weights, kv_cache.
+        transfer: how it takes weights by CUDA IPC, if it was started to.
     """
 
     def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
         self.kind, self.max_model_len, self.key = kind, max_model_len, key
         self.folder, self.can_sleep = folder, True
         self.asleep: set[str] = set()
+        self.transfer: Transfer | None = None
         self.loaded: list[tuple[Path, dict[str, torch.Tensor]]] = []
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
@@ -150,13 +153,16 @@ class Fake:
         """Load weights into the model: what the folder lacks stays."""
         if not Path(folder).is_dir():
             raise Refusal(500, f"no folder {folder}")
+        self.take(tensors_of(folder), Path(folder))
+
+    def take(self, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        """Take tensors into the model."""
         if "weights" in self.asleep:
             raise Refusal(500, "weights are asleep")
         if "deaf" not in self.flaws:
             self.lm = copy.deepcopy(self.lm)
-            tensors = tensors_of(folder)
             self.lm.load_state_dict(tensors, strict=False)
-            self.loaded.append((Path(folder), tensors))
+            self.loaded.append((folder, tensors))
 
     def reset(self) -> None:
         """Forget prompts."""
@@ -248,7 +254,24 @@ def _rpc(fake: Fake, body: dict) -> dict:
 
 def _info(fake: Fake, body) -> dict:
     config = {"model_config": {"enable_sleep_mode": fake.can_sleep}}
-    return {"vllm_config": config | {"device_config": {"device": "cuda"}}}
+    backend = None if fake.transfer is None else {"backend": "ipc"}
+    config |= {"device_config": {"device": "cuda"}, "weight_transfer_config": backend}
+    return {"vllm_config": config}
+
+
+def _transfer(path: str):
+    def answer(fake: Fake, body: dict | None) -> dict:
+        assert fake.paused
+        try:
+            said = fake.transfer.answer(path, body)
+        except AssertionError as error:
+            message = f"Call to collective_rpc method failed: {error}"
+            raise Refusal(500, message) from error
+        if path == "/finish_weight_update":
+            fake.take(dict(fake.transfer.weights), Path("by IPC"))
+        return said
+
+    return answer
 
 
 def _reset(fake: Fake, body) -> dict:
@@ -299,6 +322,13 @@ VLLM = {
     "/collective_rpc": _rpc,
     "/reset_prefix_cache": _reset,
 }
+TRANSFER = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
+VLLM |= {path: _transfer(path) for path in TRANSFER}
 SGLANG = {
     "/v1/models": _card,
     "/ready": _ready,

@@ -44,6 +44,10 @@ class Policy:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.left_out: tuple[str, ...] = ()
 
+    def zero_optimization_stage(self) -> int:
+        """Return that of the engine."""
+        return 2
+
     def __call__(self, *args, **options):
         return self.module(*args, **options)
 
