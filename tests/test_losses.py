@@ -195,11 +195,10 @@ def test_names_of_trl_and_advantages_that_are_no_numbers_are_refused():
         fused_rl.policy_loss(x, x, nan[:, 1], mask)
 
 
-def run_blocks(page, **namespace):
-    """Every Python block of a page, one after the other, in one namespace."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL
-    )
+def run_blocks(page, section="", **namespace):
+    """Every Python block of a page from a heading on, one after the other, in one namespace."""
+    text = (Path(__file__).parent.parent / page).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text[text.index(section) :], re.DOTALL)
     assert blocks
     exec("\n".join(blocks), namespace)
     return namespace
@@ -207,11 +206,7 @@ def run_blocks(page, **namespace):
 
 def test_the_loss_of_the_readme_runs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert block and len(block[1].splitlines()) <= 10
-    namespace: dict = {}
-    exec(block[1], namespace)
+    namespace = run_blocks("README.md", "## In your own training loop")
     assert namespace["logits"].grad.abs().sum() > 0
 
 
@@ -225,7 +220,8 @@ def test_the_kept_sets_of_the_documentation_run(monkeypatch):
     model.generation_config.max_new_tokens = 4
     hidden, prompts = torch.randn(3, 4, 16), torch.randint(50, (3, 5))
     found = run_blocks(
-        "docs/sampling_replay.md",
+        "docs/rollouts.md",
+        "## Truncated sampling",
         model=model,
         prompts=prompts,
         hidden=hidden,

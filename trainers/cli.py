@@ -75,7 +75,7 @@ COMMANDS = TRAINERS | {
         "fused_rl.trainers.commands.eval",
         "how many problems a model solves: greedy and pass@k",
         "EvalConfig",
-        "evaluation.md",
+        "doctor.md#evaluation",
     ),
     "doctor": Command(
         "fused_rl.trainers.commands.doctor",

@@ -33,14 +33,14 @@ class Repro(NamedTuple):
 
 REPROS = {
     "entropy": Repro("index", draws=True),
-    "kl_estimators": Repro("kl-does-not-hold", ("--short", "--folder", str(RUNS)), draws=True),
+    "kl_estimators": Repro("index", ("--short", "--folder", str(RUNS)), draws=True),
     "two_rewards": Repro("index"),
     "padding": Repro("index"),
     "adam_epsilon": Repro(
         "first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))
     ),
-    "truncated_sampling": Repro("ratio-not-one-with-top-p"),
-    "head_precision": Repro("logprobs-differ-in-bf16"),
+    "truncated_sampling": Repro("index"),
+    "head_precision": Repro("index"),
     "distillation": Repro("negative-top-k-kl"),
     "sequence_weights": Repro("long-responses-dropped", draws=True),
     "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),

@@ -107,7 +107,7 @@ def table(page: str) -> str:
         for trainer in TRAINERS:
             reason = refusal(trainer, row, writes_all)
             number = None if reason is None else reasons.setdefault(reason, len(reasons) + 1)
-            cells.append("trains" if number is None else f"refused ({number})")
+            cells.append("trains" if number is None else f"({number})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines.append("")
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]

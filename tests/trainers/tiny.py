@@ -159,7 +159,7 @@ def documented(trainer: str) -> set[str]:
         if f"`{trainer}`" not in trainers:
             continue
         named = set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE))
-        if "has a twin of held-out" in section:
+        if "is also measured on held-out" in section:
             named |= {key.replace("train/", "eval/", 1) for key in named}
         keys |= named
     return keys - {"perf/peak_memory_gb"}  # of GPUs

@@ -4,7 +4,7 @@ r"""The accuracy of a model with greedy decoding and over several samples, with 
     torchrun --nproc-per-node 8 -m fused_rl.trainers.commands.eval \
         --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k
 
-The prompts, the sampler and the scorers are those of GRPO and PPO; docs/evaluation.md defines the figures. Left out:
+The prompts, the sampler and the scorers are those of GRPO and PPO; docs/doctor.md defines the figures. Left out:
 ZeRO (the model must fit on one device), inference servers, and responses of several turns.
 """
 
