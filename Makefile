@@ -129,7 +129,7 @@ bench: $(VENV)/installed-bench  ## the benchmarks, with peers that install here:
 	$(BIN)/python -m bench report
 
 .PHONY: repro
-repro: $(VENV)/installed  ## show each problem of docs/problems here: 5 CPU minutes
+repro: $(VENV)/installed  ## show each problem of docs/problems.md here: 5 CPU minutes
 	$(BIN)/python -m bench.repro
 
 .PHONY: repro-kl

@@ -30,8 +30,6 @@ TIMED = {
     "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, most of the "
     "time of 1,024 rows. Beside a model's pass it is hidden, because the host does not wait for the GPU.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
-    "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
-    "states. Memory can be below 0, because at that commit untouched rows of the returned gradient took no memory.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
@@ -290,7 +288,6 @@ SECTIONS = {
     "kernels": ("Log-probability and entropy", kernels),
     "linear": ("Heads", timed),
     "kl": ("KL", timed),
-    "support": ("Kept sets", timed),
     "traffic": ("Bytes moved", traffic),
     "numerics": ("Accuracy", accuracy),
 }

@@ -1,4 +1,4 @@
-"""Every problem of docs/problems that this machine can show by itself: a line each; the status is 1 where one fails.
+"""Every problem of docs/problems.md that this machine can show by itself: a line each; the status is 1 where one fails.
 
     make repro                                  all of them, at most 15 minutes on two cores
     python -m bench.repro entropy padding       some of them
@@ -23,28 +23,24 @@ RUNS = Path("runs") / "repro_kl"
 
 
 class Repro(NamedTuple):
-    """A module of this package, its arguments, and whether it draws."""
+    """The arguments of a module of this package, and whether it draws."""
 
-    page: str
-    """The problem's page in docs/problems; index has a table of those that cannot happen here."""
     arguments: tuple[str, ...] = ()
     draws: bool = False
 
 
 REPROS = {
-    "entropy": Repro("index", draws=True),
-    "kl_estimators": Repro("index", ("--short", "--folder", str(RUNS)), draws=True),
-    "two_rewards": Repro("index"),
-    "padding": Repro("index"),
-    "adam_epsilon": Repro(
-        "first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))
-    ),
-    "truncated_sampling": Repro("index"),
-    "head_precision": Repro("index"),
-    "distillation": Repro("negative-top-k-kl"),
-    "sequence_weights": Repro("long-responses-dropped", draws=True),
-    "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),
-    "accumulation": Repro("index"),
+    "entropy": Repro(draws=True),
+    "kl_estimators": Repro(("--short", "--folder", str(RUNS)), draws=True),
+    "two_rewards": Repro(),
+    "padding": Repro(),
+    "adam_epsilon": Repro(("--seeds", "1", "--folder", str(RUNS / "seed1"))),
+    "truncated_sampling": Repro(),
+    "head_precision": Repro(),
+    "distillation": Repro(),
+    "sequence_weights": Repro(draws=True),
+    "null_run": Repro(("--folder", str(RUNS / "seed1"))),
+    "accumulation": Repro(),
 }
 LEFT_OUT = {
     "stale_server": "needs a vLLM of its own (make test-server installs it)",
@@ -69,7 +65,7 @@ def show(name: str, repro: Repro) -> bool:
         ).returncode
     word = "shown " if status == 0 else "FAILED"
     seconds = f"{time.monotonic() - began:4.0f} s, {os.times().children_user - cpu:4.0f} of a CPU"
-    print(f"{word} {name:18} {seconds}   docs/problems/{repro.page}.md   {log}", flush=True)
+    print(f"{word} {name:18} {seconds}   {log}", flush=True)
     if status:
         print("  " + "\n  ".join(log.read_text().splitlines()[-5:]), flush=True)
     return status == 0

@@ -115,9 +115,11 @@ def of_setting(rows: list[dict], setting: Setting) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line per setting that was run."""
+    """Markdown, a line per setting that was run, of coefficients the larger one."""
     lines = []
     for setting in settings():
+        if setting.kl_coef == COEFFICIENTS[0]:
+            continue
         found = of_setting(rows, setting)
         values = [held(row) for row in found]
         if found:
@@ -127,8 +129,7 @@ def table(rows: list[dict]) -> str:
                 "updates per rollout": setting.minibatches,
                 "KL in the loss": setting.label,
                 "kl_coef": f"{setting.kl_coef:g}",
-                f"exact KL, seeds {seeds}": ", ".join(f"{value:.2f}" for value in values),
-                "mean": f"{statistics.fmean(values):.2f}",
+                f"exact KL, mean of seeds {seeds}": f"{statistics.fmean(values):.2f}",
                 "held-out, greedy": f"{greedy:.0%}",
             }
             lines.append(line)

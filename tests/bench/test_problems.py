@@ -1,4 +1,4 @@
-"""docs/problems: every command that a page names exists.
+"""docs/problems.md: every command that it names exists.
 
 The reproductions themselves are no test: `make repro` runs them.
 """
@@ -14,16 +14,8 @@ from bench.repro import __main__ as repro
 from bench.repro import kl_estimators
 from fused_rl.trainers import cli
 
-FOLDER = machine.ROOT / "docs" / "problems"
-PAGES = {path.stem: path.read_text() for path in FOLDER.glob("*.md")}
-
-
-def commands_of(page):
-    """Return the commands of a page: in its section "Command", or in the tables of the first page."""
-    if page == "index":
-        return re.findall(r"`((?:python|make|fused-rl) [^`…]+)", PAGES[page])
-    part = PAGES[page].split("## Command\n")[1]
-    return [line.strip() for line in part.splitlines() if line.startswith("    ")]
+PAGE = (machine.ROOT / "docs" / "problems.md").read_text()
+COMMANDS = re.findall(r"`((?:python|make|fused-rl) [^`…]+)", PAGE)
 
 
 def exists(command):
@@ -43,21 +35,20 @@ def exists(command):
     return (machine.ROOT / words[1]).exists()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_exist(page):
-    assert commands_of(page)
-    assert all(exists(command) for command in commands_of(page)), commands_of(page)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_exists(command):
+    assert exists(command)
 
 
 def test_what_make_repro_runs():
-    """Every script of the folder, or the reason why not; each belongs to a page, which names it."""
+    """Every script of the folder, or the reason why not; the page names each."""
     scripts = {
         path.stem for path in (machine.ROOT / "bench" / "repro").iterdir() if path.suffix != ".pyc"
     }
     helpers = {"__init__", "__main__", "__pycache__", "ppo_step"}
     assert {*repro.REPROS, *repro.LEFT_OUT} == scripts - helpers
-    for name, shown in repro.REPROS.items():
-        assert any(f"bench.repro.{name}" in command for command in commands_of(shown.page)), name
+    for name in repro.REPROS:
+        assert any(f"bench.repro.{name}" in command for command in COMMANDS), name
 
 
 def test_the_losses_page_has_the_table_of_the_kl_estimators():
@@ -71,7 +62,7 @@ def test_a_reproduction_that_fails_is_printed_and_is_the_status(monkeypatch, tmp
     monkeypatch.setattr(
         repro, "command_of", lambda name, shown: ["-c", {"good": "", "bad": "1 / 0"}[name]]
     )
-    monkeypatch.setattr(repro, "REPROS", {name: repro.Repro("page") for name in ("good", "bad")})
+    monkeypatch.setattr(repro, "REPROS", {name: repro.Repro() for name in ("good", "bad")})
     monkeypatch.setattr(repro.sys, "argv", ["repro"])
     assert repro.main() == 1
     said = capsys.readouterr().out

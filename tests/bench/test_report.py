@@ -42,11 +42,11 @@ def test_results_survive_the_round_trip_and_the_report(page, clock, capsys):
     # What cannot be read is left out, and said.
     whole = path.read_text()
     (page.parent / "kl-cpu.json").write_text(whole[:-200])
-    (page.parent / "support-cpu.json").write_text(whole.replace('"status"', '"state"'))
+    (page.parent / "linear-cpu.json").write_text(whole.replace('"status"', '"state"'))
     assert report.command("report", []) == 1
     printed = capsys.readouterr().out
     assert "left out: kl-cpu.json: JSONDecodeError" in printed
-    assert "left out: support-cpu.json: KeyError: 'status'" in printed
+    assert "left out: linear-cpu.json: KeyError: 'status'" in printed
     text = page.read_text()
     assert f"{results.number(found['rows'][0]['ms']['both'])} ms" in text
     assert "| a peer |" in text and " †" in text

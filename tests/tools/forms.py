@@ -98,6 +98,7 @@ def table(page: str) -> str:
     """Return the table of the page's examples, and the reasons that its cells name by number."""
     writes_all = encoder()
     reasons: dict[str, int] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     lines = [
         "| form | " + " | ".join(trainer.name for trainer in TRAINERS) + " |",
         "|---|" + "---|" * len(TRAINERS),
@@ -108,7 +109,8 @@ def table(page: str) -> str:
             reason = refusal(trainer, row, writes_all)
             number = None if reason is None else reasons.setdefault(reason, len(reasons) + 1)
             cells.append("trains" if number is None else f"({number})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        alike.setdefault((*cells,), []).append(name)
+    lines += [f"| {'; '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
     lines.append("")
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines)

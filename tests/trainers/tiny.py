@@ -158,7 +158,7 @@ def documented(trainer: str) -> set[str]:
         trainers = re.search(r"^In runs of (.*)\.$", section, re.MULTILINE)[1]
         if f"`{trainer}`" not in trainers:
             continue
-        named = set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE))
+        named = set(re.findall(r"\*\*`(.+?)`\*\*", section))
         if "is also measured on held-out" in section:
             named |= {key.replace("train/", "eval/", 1) for key in named}
         keys |= named
