@@ -1,6 +1,8 @@
 """Text of a model or a dataset cannot steer the terminal; files of metrics are strict JSON."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,10 @@ def test_json_is_strict():
     assert text.encode()
     expected = {"a": None, "b": [None, 1.5, [None]], "c": {"d": None}, "e": "x", "f": "\ud800"}
     assert json.loads(text, parse_constant=pytest.fail) == expected
+
+
+def test_a_reader_that_ends_early_such_as_head_is_no_traceback():
+    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--help"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 141

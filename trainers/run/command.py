@@ -86,6 +86,9 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(f"{prog}: error: a function called sys.exit; have it raise an error{kept()}")
     except Stopped:
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has ended, such as head
+        sys.stdout = None
+        sys.exit(kept()[2:] or 141)
     except KeyboardInterrupt:
         print_line(f"{prog}: stopped at once; {lost}", to_errors=True)
         sys.exit(INTERRUPTED)

@@ -56,7 +56,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
     """
     words = list(argv)
     if words and words[0] in ("-h", "--help"):
-        print(help_text(config_class, everything=words[1:] == ["all"]))
+        print(help_text(config_class, everything=words[1:] == ["all"]), flush=True)
         raise HelpPrinted(0)
 
     # Word by word, so that a later file or option wins over an earlier one.
