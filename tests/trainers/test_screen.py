@@ -1,6 +1,7 @@
 """Text of a model or a dataset cannot steer the terminal; files of metrics are strict JSON."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_json_is_strict():
 
 
 def test_a_reader_that_ends_early_such_as_head_is_no_traceback():
-    command = [sys.executable, "-m", "fused_rl.trainers.grpo", "--help"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "fused_rl.trainers.commands.eval", "--help"]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    run = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run.stdout.close()
     assert run.stderr.read() == b"" and run.wait() == 141
