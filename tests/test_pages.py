@@ -15,6 +15,7 @@ import torch
 import fused_rl
 from fused_rl.trainers import cli
 from fused_rl.trainers.run.parse import parse
+from tests.marks import slow
 from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -131,13 +132,13 @@ def test_the_stable_names_have_the_arguments_that_the_page_says():
                 assert [*parameters][: len(promised)] == promised, f"{module}.{name}"
 
 
-def run_own_trainer(folder, *words, processes=1, fails=False):
-    """Run the page's trainer as it is written, in a folder outside of the repository; return what it prints."""
+def run_own_trainer(folder, *words, file="weighted.py", processes=1, fails=False):
+    """Run a trainer of the page as it is written, in a folder outside of the repository; return what it prints."""
     launch = [sys.executable]
     if processes > 1:
         launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     done = subprocess.run(
-        [*launch, "weighted.py", "--model", "model", "--dataset", "rows.jsonl", *words],
+        [*launch, file, "--model", "model", "--dataset", "rows.jsonl", *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
         capture_output=True,
@@ -149,8 +150,9 @@ def run_own_trainer(folder, *words, processes=1, fails=False):
 
 @pytest.fixture
 def own_trainer(tmp_path):
-    """A folder with the page's trainer, a model, and rows whose odd ones count."""
-    (tmp_path / "weighted.py").write_text(re.findall(r"```python\n(.*?)```", OWN, re.DOTALL)[0])
+    """A folder with the page's trainers, a model, and rows whose odd ones count."""
+    for source in python_blocks(DOCS / "own_trainer.md"):
+        (tmp_path / source.split()[1]).write_text(source)
     tiny.model_folder(tmp_path / "model")
     rows = [
         {"prompt": f"{i}?", "completion": str(i), "weight": i % 2, "note": "unread"}
@@ -168,6 +170,33 @@ def test_an_own_trainer_has_a_dry_run_that_knows_its_column(own_trainer):
     printed = run_own_trainer(own_trainer, *words, fails=True)
     assert "weighted.py: error: 40 of 40 rows cannot be used" in printed
     assert "rows.jsonl, line 1: could not convert string to float: 'unread'" in printed
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_an_own_trainer_with_rollouts_trains_in_70_lines(processes, own_trainer):
+    assert len((own_trainer / "bestofn.py").read_text().splitlines()) <= 70
+    words = [
+        "--verifiers",
+        "tests.trainers.tiny:odd_characters",
+        "--eval_size",
+        "8",
+        "--steps",
+        "4",
+    ]
+    words += [
+        "--prompts_per_step",
+        "8",
+        "--max_new_tokens",
+        "6",
+        "--lr",
+        "1e-2",
+        "--save_every",
+        "0",
+    ]
+    words += ["--output_dir", "run"]
+    run_own_trainer(own_trainer, *words, file="bestofn.py", processes=processes)
+    losses = [entry["train/loss"] for entry in tiny.read_metrics(own_trainer / "run")[1:]]
+    assert 0 < losses[-1] < losses[0]
 
 
 @pytest.mark.slow
