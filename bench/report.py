@@ -19,8 +19,8 @@ measurements. Every answer was checked against fp64 before it was timed.
 Compare implementations within a row. A cell shows the median time and then the extra memory with the gradient, as a
 multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the median over the turns that both took. †
 marks a wrong answer: a log-probability or KL that is off by more than 0.001 nats, or a gradient by more than 1 % of its
-largest element. Empty cells were not measured. The figures for a GPU are of one H100 in bf16, so far only for some
-operations.
+largest element. Empty cells were not measured; versions that a table does not name are those above. The figures
+for a GPU are of one H100 in bf16, so far only for some operations.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy. With few rows and a vocabulary below about 2,000 "
@@ -28,7 +28,7 @@ TIMED = {
     "AMD EPYC with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's time, 8 × 1000 takes 1.03 to 1.16 times, 64 × "
     "2000 takes 0.4 to 0.9 times.",
     "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, most of the "
-    "time of 1,024 rows. Beside a model's pass it is hidden, because the host does not wait for the GPU.",
+    "time of 1,024 rows; beside a model's pass it is hidden.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
@@ -58,9 +58,8 @@ REAL = (
     "the saved model. The token ids equal TRL's, except that TRL also trains the newline after ChatML's end token, "
     "which was removed here.\n\n"
     "The differences from TRL are those of the first step: of the loss, of the norm of the gradient (relative), and "
-    "the largest one of a log-probability in nats (of a token, in DPO and KTO of a response's mean). The first losses "
-    "of DPO and KTO do not depend on the model. TRL 1.16 has no PPO. GRPO's run was also killed during its last step, "
-    "and the resumed run had the same bits."
+    "the largest one of a log-probability in nats. The first losses of DPO and KTO do not depend on the model. TRL "
+    "1.16 has no PPO. GRPO's run was also killed, and the resumed run had the same bits."
 )
 # What an implementation of the figure of a GPU leaves out.
 NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}
@@ -74,18 +73,17 @@ def table(columns, rows) -> str:
     return results.table(columns, rows, markdown=True)
 
 
-def machine(result, above: str) -> tuple[str, str]:
-    """Return how a table was measured, and where; the sentence leaves out a place that the table above names."""
+def machine(result, known: set[str]) -> str:
+    """Return how and where a table was measured, without versions that are all `known`, which are added to."""
     facts = result["environment"]
     changed = " with local changes" if facts["modified"] else ""
     plural = "" if facts["threads"] == 1 else "s"
     threads = f", {facts['threads']} thread{plural}" if facts["device"].startswith("CPU") else ""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    where = f"commit {facts['commit'][:7]}{changed}, {facts['date'][:10]}. {facts['device']}{threads}; {versions}"
-    return (
-        f"`{facts['command']}`, {'commit, machine and versions as above' if where == above else where}.\n",
-        where,
-    )
+    versions = [f"{name} {version}" for name, version in facts["versions"].items()]
+    new = "" if known.issuperset(versions) else f"; {', '.join(versions)}"
+    known.update(versions)
+    when = f"commit {facts['commit'][:7]}{changed}, {facts['date'][:10]}"
+    return f"`{facts['command']}`, {when}. {facts['device']}{threads}{new}.\n"
 
 
 def label(row) -> str:
@@ -296,14 +294,14 @@ SECTIONS = {
 def command(name: str, words: list[str]) -> int:
     """Write the page; 1 if there is nothing to write, or a result cannot be read."""
     argparse.ArgumentParser(description=__doc__).parse_args(words)
-    text, where, broken = HEAD, "", False
+    text, known, broken = HEAD, set(), False
     for (group, (title, section)), kind in itertools.product(SECTIONS.items(), ("cpu", "gpu")):
         path = RESULTS / f"{group}-{kind}.json"
         if not path.exists():
             continue
         try:
             result = results.load(path)
-            body, (measured, where) = section(result), machine(result, where)
+            body, measured = section(result), machine(result, known)
             heading = f"{title}, on a GPU" if kind == "gpu" else title
             text += f"\n## {heading}\n\n{measured}\n{body}"
         except (ValueError, KeyError, TypeError) as reason:

@@ -82,13 +82,13 @@ def examples(page: str) -> dict[str, dict]:
 
 
 def refusal(trainer: Trainer, row: dict, encoder: Encoder) -> str | None:
-    """Return why a trainer cannot use a row, without its place and its columns; None if it trains on it."""
+    """Return why a trainer cannot use a row; None if it trains on it."""
     config = trainer.module.main.args[0](model="m", dataset="d", output_dir="o", **trainer.options)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             trainer.read(config, Rows([row], "rows.jsonl"), encoder)
         except BadRow as error:
-            return f"{error.reason}; {error.remedy}" if error.remedy else error.reason
+            return error.reason
         except InputError as error:
             return str(error)
     return None
