@@ -110,6 +110,8 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
         self.called, self.outcome = set(), "passed"
+        if "torch._dynamo.config" in sys.modules:  # a graph would break at every call that is noted
+            sys.modules["torch._dynamo.config"].ignore_logging_functions.add(builtins.__called__)
         self.notes.seek(0)
         self.notes.truncate()
         begin = cpu_seconds()
