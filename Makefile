@@ -95,10 +95,11 @@ types: $(VENV)/installed  ## pyright on the product, the README and the tutorial
 size:  ## how much code there is, by folder and by room
 	@$(PYTHON) -m tests.tools.size
 
-# Not in CI: it says what the tests see, not whether the code is right. ONLY="words of a name or a file" chooses slips.
+# Not in CI: it says what the tests see, not whether the code is right. SEED=7 COUNT=300 ROOM=kernels SLOW=1 choose.
 .PHONY: test-mutations
-test-mutations: $(VENV)/installed  ## break the code, one slip at a time; a test must fail
-	$(BIN)/python -m tests.tools.slips $(ONLY)
+test-mutations: $(VENV)/installed  ## break the code, one drawn slip at a time: what do the tests see?
+	$(BIN)/python -m tests.tools.slips $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(ROOM),--room "$(ROOM)") $(if $(SLOW),--slow)
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults

@@ -1,34 +1,37 @@
-"""`make test-mutations`: break the code, one slip of tests/mutations.py at a time, and see which test notices.
+"""`make test-mutations`: break the code, one drawn slip at a time, and see which test notices.
 
 A slip runs the tests that executed the changed function, the most specific ones first, until one fails. Which these are
 is recorded once, by a run of the fast suite, in build/executed.jsonl, and again for test files that have changed since.
 
-    python -m tests.tools.slips                   all slips, one per core at a time
-    python -m tests.tools.slips "forward is"      those whose name or file contains one of the words
+    python -m tests.tools.slips --seed 7 --count 300     one slip per core at a time
+    python -m tests.tools.slips --room kernels           of one room (`draw.ROOMS`)
+    python -m tests.tools.slips --slow                   by the slow tests as well, which are recorded first
+    python -m tests.tools.slips --list                   print the slips, and run nothing
+
+A slip that cannot matter is a line of tests/tools/harmless.txt: `before => after => why`.
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import os
 import queue
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutations import MUTATIONS, Mutation
+from tests.tools import draw
+from tests.tools.draw import Slip
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "build/executed.jsonl"
-FAST = "not slow and not gpu and not server"
+FAST, SLOW = "not slow and not gpu and not server", "slow and not gpu and not server"
+RECORDS = {FAST: ROOT / "build/executed.jsonl", SLOW: ROOT / "build/executed-slow.jsonl"}
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
 PASSED, FAILED = 0, 1  # of pytest; every other status says that the tests did not run
 LONGEST = 600  # seconds for the tests of a slip: what never ends is seen
@@ -54,42 +57,40 @@ def digest(file: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-def recorded() -> list[Test]:
+def recorded(which: str = FAST) -> list[Test]:
     """Return the tests of the record, after a run of the test files that are not in it, or have changed."""
+    record = RECORDS[which]
     files = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard", "tests/**test_*.py"], cwd=ROOT, text=True
     ).split()
     files = [file for file in files if not file.startswith(("tests/device/", "tests/hosts/"))]
-    lines = map(json.loads, RECORD.read_text().splitlines()) if RECORD.exists() else ()
+    lines = map(json.loads, record.read_text().splitlines()) if record.exists() else ()
     kept = [line for line in lines if line["digest"] == digest(line["test"].partition("::")[0])]
     stale = sorted({*files} - {line["test"].partition("::")[0] for line in kept})
-    RECORD.parent.mkdir(exist_ok=True)
+    record.parent.mkdir(exist_ok=True)
     if stale:
         print(f"recording what {len(stale)} files of tests execute ...", flush=True)
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as new:
-            command = [*PYTEST, "-p", "tests.tools.executed", "-m", FAST, *stale]
+            command = [*PYTEST, "-p", "tests.tools.executed", "-m", which, *stale]
             environment = os.environ | {"FUSED_RL_EXECUTED": new.name, "PYTHONPATH": str(ROOT)}
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             print(*ran.stdout.splitlines()[-10:], sep="\n", flush=True)
             tests = [json.loads(line) for line in new]
         tests += [{"test": file, "seconds": 0, "outcome": "empty", "called": {}} for file in stale]
         kept += [test | {"digest": digest(test["test"].partition("::")[0])} for test in tests]
-        RECORD.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        record.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return [Test(x["test"], x["seconds"], x["called"]) for x in kept if x["outcome"] == "passed"]
 
 
-def function_of(mutation: Mutation) -> str | None:
-    """Return the name of the innermost function that the slip changes, None at the top of a module."""
-    text = (ROOT / mutation.file).read_text()
-    line = text[: text.index(mutation.old)].count("\n") + 1
-    line += len(mutation.old) - len(mutation.old.lstrip("\n"))
-    inner = None
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first <= line <= node.end_lineno and (inner is None or node.lineno > inner.lineno):
-                inner = node
-    return inner and inner.name
+def executes(tests: list[Test]) -> Callable[[str, str | None], bool]:
+    """Return who says if some test executes a function. Triton reads kernels, and a compiler C: these all are."""
+    called = {
+        (file, name) for test in tests for file, names in test.called.items() for name in names
+    }
+    called |= {(file, None) for file, _ in called}
+    return lambda file, function: (
+        (file, function) in called or file.startswith("kernels/") or file == draw.ROWS_C
+    )
 
 
 def users_of(file: str) -> set[str]:
@@ -105,18 +106,17 @@ def users_of(file: str) -> set[str]:
         found |= more
 
 
-def tests_of(mutation: Mutation, tests: list[Test]) -> list[Test]:
+def tests_of(slip: Slip, tests: list[Test]) -> list[Test]:
     """Return the tests that executed what the slip changes, those that execute little else first."""
     chosen = []
-    if mutation.file.endswith(".py"):
-        function = function_of(mutation)
-        chosen = [test for test in tests if function in test.called.get(mutation.file, ())]
-        if function is None:
-            chosen = [test for test in tests if mutation.file in test.called]
+    if slip.function:
+        chosen = [test for test in tests if slip.function in test.called.get(slip.file, ())]
+    elif slip.file.endswith(".py"):
+        chosen = [test for test in tests if slip.file in test.called]
     if (
         not chosen
     ):  # Triton reads a kernel's text, a compiler C, and a module's constants are no calls
-        users = users_of(mutation.file)
+        users = users_of(slip.file)
         chosen = [test for test in tests if users & test.called.keys()]
     narrowest: dict[str, int] = {}
     for test in chosen:
@@ -125,18 +125,20 @@ def tests_of(mutation: Mutation, tests: list[Test]) -> list[Test]:
 
 
 class Verdict(NamedTuple):
-    name: str
-    seen_by: str  # "" where every test has passed
-    seconds: float
+    room: str
+    slip: Slip
+    seen_by: str
+    """A test, or "" where all have passed."""
     tests: int
 
 
 class Judge:
     """Copies of the checkout, in each of which one slip stands at a time."""
 
-    def __init__(self, tests: list[Test], jobs: int, folder: Path):
-        self.tests = tests
+    def __init__(self, suites: dict[str, list[Test]], jobs: int, folder: Path):
+        self.suites = suites
         self.copies: queue.Queue[Path] = queue.Queue()
+        self.unsound: set[str] = set()  # tests that fail in a copy where nothing is wrong
         listed = ["git", "ls-files", "-co", "--exclude-standard"]
         files = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
         for number in range(jobs):
@@ -147,37 +149,51 @@ class Judge:
                     shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
             self.copies.put(copy)
 
-    def judge(self, name: str) -> Verdict:
-        mutation, begin = MUTATIONS[name], time.monotonic()
+    def judge(self, drawn: tuple[str, Slip]) -> Verdict:
+        room, slip = drawn
         copy = self.copies.get()
-        path = copy / mutation.file
-        code = path.read_text()
-        path.write_text(code.replace(mutation.old, mutation.new))
-        chosen = tests_of(mutation, self.tests)
         try:
-            seen_by = self.run(copy, shlex.split(mutation.tests)) if mutation.tests else ""
-            if not seen_by and chosen:
-                only = copy.parent / f"{copy.name}.only"
-                only.write_text("\n".join(test.name for test in chosen))
-                files = [*dict.fromkeys(test.file for test in chosen)]
-                arguments = ["-p", "tests.tools.executed", "-m", FAST, *files]
-                seen_by = self.run(copy, arguments, FUSED_RL_ONLY=str(only))
+            for which, tests in self.suites.items():
+                chosen = [test for test in tests_of(slip, tests) if test.name not in self.unsound]
+                seen_by = self.first_to_fail(copy, slip, which, chosen)
+                if seen_by:
+                    break
         finally:
-            path.write_text(code)
             self.copies.put(copy)
-        verdict = Verdict(name, seen_by, time.monotonic() - begin, len(chosen))
-        print("." if seen_by else f"\nNOT SEEN: {name}\n", end="", flush=True)
-        return verdict
+        print("." if seen_by else f"\nNOT SEEN by {len(chosen)}: {slip}\n", end="", flush=True)
+        return Verdict(room, slip, seen_by, len(chosen))
 
-    def run(self, copy: Path, arguments: list[str], **more: str) -> str:
+    def first_to_fail(self, copy: Path, slip: Slip, which: str, chosen: list[Test]) -> str:
+        """Return the test that sees a slip: it fails with it, and passes without."""
+        path = copy / slip.file
+        code = path.read_bytes()
+        while chosen:
+            path.write_bytes(slip.applied())
+            try:
+                failed = self.run(copy, which, chosen)
+            finally:
+                path.write_bytes(code)
+            suspects = [test for test in chosen if test.name == failed]
+            if not suspects or not self.run(copy, which, suspects):
+                return failed
+            self.unsound.add(failed)
+            chosen = chosen[chosen.index(suspects[0]) + 1 :]
+        return ""
+
+    def run(self, copy: Path, which: str, chosen: list[Test]) -> str:
         """Return the first test that fails, "" where all pass."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | more
+        only = copy.parent / f"{copy.name}.only"
+        only.write_text("\n".join(test.name for test in chosen))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
         # Compiled Python of another moment would hide a change.
         environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"PYTHONPYCACHEPREFIX": str(copy / "none"), "OMP_NUM_THREADS": "1"}
+        environment |= {"FUSED_RL_ONLY": str(only)}
+        files = [*dict.fromkeys(test.file for test in chosen)]
+        command = [*PYTEST, "-x", "-p", "tests.tools.executed", "-m", which, *files]
         options = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
         try:
-            ran = subprocess.run([*PYTEST, "-x", *arguments], timeout=LONGEST, **options)
+            ran = subprocess.run(command, timeout=LONGEST, **options)
         except subprocess.TimeoutExpired:
             return "no end"
         if ran.returncode == PASSED:
@@ -190,26 +206,29 @@ class Judge:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="only slips whose name or file contains one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--room", choices=draw.ROOMS, default="")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests as well")
+    parser.add_argument("--list", action="store_true", help="print the slips alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     given = parser.parse_args()
-    names = [
-        name
-        for name, mutation in MUTATIONS.items()
-        if not given.words or any(word in f"{name} {mutation.file}" for word in given.words)
-    ]
-    tests = recorded()
+    suites = {which: recorded(which) for which in [FAST, SLOW][: 1 + given.slow]}
+    drawn = draw.draw(given.seed, given.count, given.room, executes(suites[FAST]))
+    if given.list:
+        print(*(f"{room}: {slip}" for room, slip in drawn), sep="\n")
+        return 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
-        judge = Judge(tests, given.jobs, Path(folder))
-        verdicts = [*pool.map(judge.judge, names)]
-    print("\n| slip | file | seen by | tests | seconds |\n|---|---|---|---|---|")
-    for verdict in verdicts:
-        seen_by, file = verdict.seen_by or "**nothing**", MUTATIONS[verdict.name].file
-        counts = f"{verdict.tests} | {verdict.seconds:.0f}"
-        print(f"| {verdict.name} | {file} | {seen_by} | {counts} |")
-    unseen = sum(not verdict.seen_by for verdict in verdicts)
-    print(f"{len(verdicts)} slips, {unseen} not seen")
-    return int(unseen > 0)
+        verdicts = [*pool.map(Judge(suites, given.jobs, Path(folder)).judge, drawn)]
+    print("\n| seen by | place | kind |\n|---|---|---|")
+    for _, slip, seen_by, _ in verdicts:
+        print(f"| {seen_by or '**nothing**'} | {slip.file}:{slip.number} | {slip.kind} |")
+    print(f"\n| seed {given.seed} | slips | seen |\n|---|---|---|")
+    for room in [*draw.ROOMS, ""]:
+        of_room = [verdict for verdict in verdicts if room in ("", verdict.room)]
+        seen = sum(bool(verdict.seen_by) for verdict in of_room)
+        print(f"| {room or 'all'} | {len(of_room)} | {seen} |")
+    return 0
 
 
 if __name__ == "__main__":
