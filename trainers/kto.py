@@ -96,7 +96,12 @@ def update(
             _, row_metrics = loss_and_metrics(logprobs[i : i + 1], [i])
             right.append(row_metrics["accuracy"].item() * len(rows))
     # The baseline is a mean of scores, and they are beta times nats.
-    return mean_scores(metrics) | {"kl": baseline / config.beta}
+    means = mean_scores(metrics) | {"kl": baseline / config.beta}
+    good = [i for i, row in enumerate(rows) if row.desirable]
+    if good:
+        num_tokens = sum(len(rows[i].matched[1]) for i in good)
+        means["nll"] = -logprobs[good].sum().item() / num_tokens
+    return means
 
 
 def measure(

@@ -9,10 +9,16 @@ from fused_rl.trainers.run.rules import RULES
 from tests.trainers import figures, tiny
 
 HISTORY = [
-    {"step": 0, "eval/accuracy_greedy": 0.1, "eval/score": None},
-    {"step": 1, "reward": 0.2},
-    {"step": 2, "reward": 0.4, "eval/accuracy_greedy": 0.5, "policy/entropy_avg": 1.0},
-    {"step": 3, "reward": 0.3},
+    {"step": 0, "eval/accuracy_greedy": 0.25, "eval/score": None},
+    {"step": 1, "reward": 0.2, "objective/scores": 0.2},
+    {
+        "step": 2,
+        "reward": 0.4,
+        "objective/scores": 0.4,
+        "eval/accuracy_greedy": 0.5,
+        "policy/entropy_avg": 1.0,
+    },
+    {"step": 3, "reward": 0.3, "objective/scores": 0.3},
 ]
 
 
@@ -26,12 +32,21 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
         return figures.draw(figure, *args, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)
-    draw_curves(HISTORY, tmp_path / "curves.png")
+    by_row = {0: {"eval/accuracy_greedy": [[0, 0, 0, 1]]}}
+    draw_curves(HISTORY, tmp_path / "curves.png", by_row, "a title")
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
-    lines = sum((list(axes.lines) for axes in made[0].axes), [])
-    assert {line.get_label(): line.get_xydata().tolist() for line in lines} == {
+    assert made[0].get_suptitle() == "a title"
+    shown = {}
+    for axes in made[0].axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            line, *_ = handle if isinstance(handle, tuple) else [handle]
+            shown[name] = line.get_xydata().tolist()
+    (((_, _, (bars,)),),) = (axes.containers for axes in made[0].axes if axes.containers)
+    assert bars.get_segments()[0].tolist() == [[0, 0], [0, 0.5]]  # the standard error is 0.25
+    # What equals another curve is not drawn again.
+    assert shown == {
         "reward": [[1, 0.2], [2, 0.4], [3, 0.3]],
-        "eval/accuracy_greedy": [[0, 0.1], [2, 0.5]],
+        "eval/accuracy_greedy": [[0, 0.25], [2, 0.5]],
         "policy/entropy_avg": [[2, 1.0]],
     }
     assert columns_of(HISTORY[2]) == "reward 0.4  held-out greedy 0.5"

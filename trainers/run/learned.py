@@ -84,11 +84,15 @@ class Change(NamedTuple):
     """The number of held-out rows; 0 for a figure of training."""
 
     @property
+    def allowed(self) -> float:
+        """The largest change that is within the error; NaN if that is not known."""
+        return self.error * next(count for limit, count in STUDENT.items() if self.freedom <= limit)
+
+    @property
     def direction(self) -> int:
         """1 if the figure rose beyond the error, -1 if it fell, and 0 otherwise."""
-        errors = next(count for limit, count in STUDENT.items() if self.freedom <= limit)
         # NaN, which is the first argument, stays NaN, and no change is beyond it.
-        beyond = max(errors * self.error, MIN_RELATIVE_CHANGE * max(abs(self.start), abs(self.end)))
+        beyond = max(self.allowed, MIN_RELATIVE_CHANGE * max(abs(self.start), abs(self.end)))
         difference = self.end - self.start
         return (difference > beyond) - (difference < -beyond)
 
@@ -99,7 +103,13 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         is_known = not math.isnan(self.error)
-        unchanged = "shows no change beyond the error:" if is_known else "went"
+        is_beyond = abs(self.end - self.start) > self.allowed
+        unchanged = (
+            "changed by less than a thousandth,"
+            if is_beyond
+            else "shows no change beyond the error:"
+        )
+        unchanged = unchanged if is_known else "went"
         verb = {1: "rose", -1: "fell", 0: unchanged}[self.direction]
         text = f"{self.figure.name} {verb} from {self.start:.3g} ({self.when[0]}) to {self.end:.3g} ({self.when[1]})"
         if is_known:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from textwrap import indent
 from typing import Any
 
@@ -19,8 +20,8 @@ from ..base.text import escaped
 from ..options import RunConfig
 from .metrics import EMPTY, HELD_OUT, ByRow, keys_by
 
-# The number of panels of curves.png in a row.
-IN_A_ROW = 4
+# The number of panels of curves.png, and of those in a row, which are read in a page of 800 pixels.
+MAX_PANELS, IN_A_ROW = 8, 2
 # Columns of samples.jsonl for which the table on the screen has no room.
 IN_FILE_ALONE = ("columns", "row", "scores", "prompt_tokens", "tokens")
 
@@ -38,7 +39,7 @@ class Logger:
             values = {key: math.nan if value is None else value for key, value in entry.items()}
             self.history.append(values)
         _cut(self.folder / "samples.jsonl", start)
-        by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
+        self.by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
 
         from .rules import Watch  # the doctor's, which only rank 0 needs
 
@@ -46,7 +47,7 @@ class Logger:
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:
-            self.watch.update(entry, by_row.get(entry["step"], EMPTY))
+            self.watch.update(entry, self.by_row.get(entry["step"], EMPTY))
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
         from torch.utils.tensorboard import SummaryWriter
@@ -92,6 +93,7 @@ class Logger:
         by_row = rounded(by_row)
         if by_row:
             _append(self.folder / "held_out.jsonl", [{"step": step, **by_row}])
+            self.by_row[step] = by_row
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
         self.board.flush()  # its thread writes every two minutes, and a run may be killed before
@@ -152,7 +154,13 @@ class Logger:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-        draw_curves(self.history, self.folder / "curves.png")
+        self.draw_curves()
+
+    def draw_curves(self) -> None:
+        """Write curves.png, with the run's name and whether it has learned so far."""
+        answer = self.watch.learned().partition(":")[0]
+        title = f"{self.folder.name} · {answer}"
+        draw_curves(self.history, self.folder / "curves.png", self.by_row, title)
 
 
 def rounded(value: Any) -> Any:
@@ -214,33 +222,52 @@ def columns_of(metrics: Mapping[str, float]) -> str:
     return "  ".join(cells)
 
 
-def draw_curves(history: list[dict], path: Path) -> None:
-    """Write a PNG of the curves, with one panel per title in `METRICS`.
+def draw_curves(
+    history: list[dict], path: Path, by_row: Mapping[int, ByRow] = EMPTY, title: str = ""
+) -> None:
+    """Write a PNG of the curves, with one panel per title in `METRICS`: a running mean over the single steps.
 
     Args:
         history: the lines of a metrics.jsonl, in which a key may be missing or None.
         path: the file to write.
+        by_row: the held-out figures of each row by step, which give held-out figures their errors.
+        title: one line above all panels.
     """
     from matplotlib.figure import Figure
 
-    # A run has only some of the table's metrics, and a panel is drawn if it has one of them.
-    keys_measured = {key for line in history for key, value in line.items() if value is not None}
-    panels = {
-        title: keys_measured.intersection(keys)
-        for title, keys in keys_by("panel").items()
-        if keys_measured.intersection(keys)
-    }
+    from .learned import error_of, residuals
+
+    # A run has only some of the table's metrics, and some of these are the same in this run.
+    panels: dict[str, dict[str, list]] = {}
+    drawn = []
+    for panel, keys in keys_by("panel").items():
+        for key in keys:
+            points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
+            if points and points not in drawn:
+                drawn.append(points)
+                panels.setdefault(panel, {})[key] = points
+    panels = dict([*panels.items()][:MAX_PANELS])
     wide = min(max(len(panels), 1), IN_A_ROW)
     high = max(-(-len(panels) // IN_A_ROW), 1)
-    figure = Figure(figsize=(4.5 * wide, 3.2 * high), layout="constrained")
-    for number, (title, keys) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(high, wide, number, title=title, xlabel="step")
+    figure = Figure(figsize=(4 * wide, 2.4 * high + 0.4), layout="constrained")
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    for number, (panel, curves) in enumerate(panels.items(), 1):
+        name, _, unit = panel.partition(" (")
+        axes = figure.add_subplot(high, wide, number, xlabel="step", ylabel=unit.removesuffix(")"))
+        axes.set_title(name, fontsize="medium")
         axes.grid(alpha=0.3)
-        for key in sorted(keys):
-            points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
-            axes.plot(
-                *zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None
-            )
-        axes.legend(fontsize="small")
-    figure.savefig(unfinished(path), dpi=120)
+        for key, points in curves.items():
+            steps, values = zip(*points, strict=True)
+            if key.startswith("eval/"):
+                columns = [by_row.get(step, EMPTY).get(key) for step in steps]
+                errors = [error_of(residuals(rows)) if rows else math.nan for rows in columns]
+                axes.errorbar(steps, values, errors, fmt="o-", lw=1, capsize=3, label=key)
+                continue
+            # The mean of a fifteenth of the run before each step.
+            count = max(len(values) // 15, 1)
+            means = [mean(values[max(i - count, 0) : i]) for i in range(1, len(values) + 1)]
+            (line,) = axes.plot(steps, means, label=key)
+            axes.plot(steps, values, color=line.get_color(), alpha=0.25, lw=1)
+        axes.legend(fontsize="x-small")
+    figure.savefig(unfinished(path), dpi=200)
     unfinished(path).replace(path)

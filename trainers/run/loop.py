@@ -38,7 +38,7 @@ from ..data.reading import RowReport, RowsLike, load_train_eval
 from ..data.rows import Rows, load_rows
 from ..options import RunConfig
 from . import hooks
-from .logger import Logger, draw_curves
+from .logger import Logger
 from .metrics import EMPTY, Evaluation
 from .positions import check_fits
 from .store import RunFolder, steps_in, unlock
@@ -435,7 +435,7 @@ class Run:
             self.logger.samples(self.step, samples)
             # After the last step `finish` draws the curves.
             if self.evaluates and not self.is_start and not self.is_last_step:
-                draw_curves(self.logger.history, self.logger.folder / "curves.png")
+                self.logger.draw_curves()
 
     def _call_hook(
         self,

@@ -157,13 +157,15 @@ class Watch:
                     "unknown, as the rows of both evaluations are not known or are a single one"
                 )
             elif answer == "yes":
-                answer = ", but ".join([answer, *self._doubts(change)])
+                doubts = " and ".join([*self._doubts(change), *self.findings])
+                answer += f", but {doubts}" if doubts else ""
                 # It goes on if the last two evaluations differ by more than the error and a tenth of all that changed.
                 since = -2 if change.figure.key in self.evaluations[-2][1] else 0
                 latest = self.change_of(change.figure, since)
                 is_much = 10 * abs(latest.end - latest.start) > abs(change.end - change.start)
-                if ended and latest != change and latest.gain > 0 and is_much:
-                    longer = f"--steps {2 * self.evaluations[-1][0]}"
+                goes_on = latest != change and latest.gain > 0 and is_much
+                if ended and goes_on and not self.findings:
+                    longer = f"--steps {2 * round(self.values['step'][-1])}"
                     if epochs := self.config.get("num_train_epochs"):
                         longer = f"--num_train_epochs {2 * epochs:g}"
                     answer += ", and still improving"
@@ -210,7 +212,7 @@ class Watch:
         if change is None or math.isnan(change.error) or change.gain > 0 or WORSE in self.reports:
             return []
         where = "held-out" if self.held_out else "in training the"
-        advice = "another finding may be the cause; if none is, look for it in this order"
+        advice = "another finding may be the cause; if none is, see where to look"
         self._report(NOT_LEARNED, f"{where} {change}", advice)
         return [self.findings[NOT_LEARNED]]
 
@@ -250,7 +252,7 @@ NORMS = "optim/.*grad_norm"
 WORSE, NOT_LEARNED = "held-out-worse", "not-learned"
 # Findings that may explain every later one.
 CAUSES = {"scores-none", "learning-rate", "not-finite", "exploding", "kl-high", "entropy-collapsed"}
-CAUSES |= {"length-limit", "all-solved"}
+CAUSES |= {"displaced", "length-limit", "all-solved"}
 # In the order of causes: what may explain others comes before them.
 RULES = (
     Rule(
@@ -296,6 +298,14 @@ RULES = (
         1,
         lambda now, values, _: math.inf > now > 1000 * max(values[:-1], default=now) > 0,
         "lr is probably too large: try a tenth of it",
+    ),
+    # A third of a nat makes each token 1.4 times less likely.
+    Rule(
+        "displaced",
+        "eval/(dpo|kto)/nll",
+        1,
+        lambda now, values, _: now > values[0] + 0.3,
+        "good responses have become less likely: lower lr, or (dpo) add nll_coef",
     ),
     Rule(
         "kl-high",

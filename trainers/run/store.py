@@ -264,7 +264,8 @@ class RunFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         if earlier.exists():
-            print_line(f"moved what was in {self.path} before to {earlier}")
+            names = ", ".join(str(path.relative_to(self.path)) for path in old)
+            print_line(f"moved {names} to {earlier}: this run writes its own")
         # A run that was killed after its last checkpoint got its name, but before older ones were deleted, saves no
         # other checkpoint, so they are deleted here.
         if self.config.resume:
