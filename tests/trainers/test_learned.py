@@ -63,7 +63,7 @@ HALF, NONE, ALL = [1.0, 0.0] * 4, [0.0] * 8, [1.0] * 8
         ("eval/distill/kl", [3.0, 1.0] * 4, [2.5, 0.6] * 4, "yes: held-out KL to the teacher", []),
         ("eval/dpo/accuracy", [0.5] * 8, ALL, "yes: held-out accuracy on pairs rose from 0.5 (", []),
         # A change that the printed figures do not show, however surely it was measured.
-        (LOSS, [5.47] * 8, [5.469, 5.4691] * 4, "no: held-out loss (nats per token) shows no", ["not-learned"]),
+        (LOSS, [5.47] * 8, [5.469, 5.4691] * 4, "no: held-out loss (nats per token) changed by less", ["not-learned"]),
         # One row has no error.
         (LOSS, [5.47], [5.2], UNKNOWN, []),
         (LOSS, [5.2], [5.47], UNKNOWN, []),
@@ -101,7 +101,7 @@ def test_a_yes_says_in_the_same_line_what_casts_doubt_on_it():
     before = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4, greedy: ALL}
     after = {ACCURACY: NONE, "eval/score": [0.4, 0.6] * 4}
     assert watched(before, after | {greedy: NONE}).learned().startswith(
-        "did it learn? yes, but most problems are unsolved (greedy 0%), but the accuracy of greedy responses fell "
+        "did it learn? yes, but most problems are unsolved (greedy 0%) and the accuracy of greedy responses fell "
         "beyond the error: held-out"
     )  # fmt: skip
     almost = {greedy: [1.0] * 7 + [0.0]}
@@ -188,3 +188,13 @@ def test_the_signal_of_what_was_sampled(capsys):
     ]
     assert guesses == [True, False]
     assert "guesses" not in said_of(differ, counts=[1] * 60, accuracy_sampled=0.01)
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto"])
+def test_a_yes_names_what_the_doctor_found(trainer):
+    """Good responses lost half a nat a token, while they are told apart better."""
+    key, nll = f"eval/{trainer}/accuracy", f"eval/{trainer}/nll"
+    watch = watched({key: HALF, nll: [1.0] * 8}, {key: ALL, nll: [1.5] * 8})
+    assert [*watch.reports] == ["displaced"]
+    assert watch.learned().startswith("did it learn? yes, but displaced: held-out accuracy")
+    assert not watched({key: HALF, nll: [1.0] * 8}, {key: ALL, nll: [1.2] * 8}).reports
