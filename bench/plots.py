@@ -1,4 +1,6 @@
-"""The pictures of docs/benchmarks.md."""
+"""The pictures of the pages: one style for all, with the colours of dark pages in it."""
+
+import io
 
 from bench import machine
 
@@ -18,36 +20,64 @@ LOOKS = [
     ("#882255", "h"),
 ]
 
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",  # letters of the reader's own fonts
+}
+# What is black becomes white on a dark page, and blue lighter.
+IN_THE_DARK = {
+    "#000000": "#f0f6fc",
+    "#0072b2": "#56b4e9",
+    "#d55e00": "#f0883e",
+    "#cccccc": "#3d444d",
+}
+
+
+def empty(size: tuple[float, float]):
+    """Return a figure of this size in inches; a page is about 7 wide."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    return Figure(figsize=size, layout="constrained")
+
 
 def panels(count: int, size: tuple[float, float], **options):
     """A figure that is drawn into a file, and its axes beside one another."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
+    figure = empty(size)
     return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
 def column(heights: list[int], size: tuple[float, float]):
     """Return a figure and its axes below one another, whose heights are in these proportions."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
+    figure = empty(size)
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
     return figure, axes[:, 0]
 
 
 def save(figure, name):
-    """Into docs or to a path, without the frames' upper and right sides; legends where lines have names."""
+    """Write an SVG into docs or to a path; legends where lines have names."""
     import matplotlib
 
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[1] and not (axes.get_legend() or figure.legends):
-            axes.legend(fontsize=7, frameon=False)
+            axes.legend()
     # Neither the date nor random names of its parts, so that a figure of the same results is the same file.
-    stable = {"metadata": {"Date": None}} if str(name).endswith(".svg") else {}
+    written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": str(name)}):
-        figure.savefig(DOCS / name, dpi=120, **stable)
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    rules = ["text { fill: #f0f6fc }"]
+    for colour, other in IN_THE_DARK.items():
+        for part in ("fill", "stroke"):
+            rules.append(f'[style*="{part}: {colour}"] {{ {part}: {other} !important }}')
+    style = "\n".join(["<style>@media (prefers-color-scheme: dark) {", *rules, "}</style>\n"])
+    (DOCS / name).write_text(written.getvalue().replace("</defs>", f"</defs>\n{style}", 1))
 
 
 def shares_of_a_copy(shown: dict[str, dict[str, float]], name: str):
@@ -80,7 +110,7 @@ def shares_of_a_copy(shown: dict[str, dict[str, float]], name: str):
 
 def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str):
     """{case: rows} as one line each, a marker per implementation at `value(row)`, below a roof (value, name)."""
-    figure, (axes,) = panels(1, (10, 2.5 + 0.36 * len(shown)))
+    figure, (axes,) = panels(1, (8, 2.2 + 0.4 * len(shown)))
 
     # (value, line) of each implementation.
     points = {}
@@ -97,11 +127,11 @@ def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str)
 
     # The roof, and the lines up to it.
     axes.axvline(roof[0], color="black", lw=1.5)
-    axes.text(roof[0], -0.5, f"{roof[1]} ", ha="right", va="bottom", fontsize=8)
+    axes.text(roof[0], len(shown) / 2, f"{roof[1]} ", ha="right", va="center", rotation=90)
     lines = range(len(shown))
-    axes.hlines(lines, 0, roof[0], color="0.85", lw=0.8, zorder=1)
-    axes.set_yticks(range(len(shown)), list(shown), fontsize=8)
+    axes.hlines(lines, 0, roof[0], color="#cccccc", lw=0.8, zorder=1)
+    axes.set_yticks(range(len(shown)), list(shown))
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel=label)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=5)
+    figure.legend(loc="outside lower center", ncols=4)
     save(figure, name)

@@ -144,8 +144,8 @@ def kernels(result) -> str:
     if device(result) == "gpu":
         return f"{draw_shares()}\n\n{timed(result)}"
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
-    axis = "useful GB/s, forward + backward (right is faster)"
-    file = "benchmarks-cpu.png"
+    axis = "GB/s of logits and gradients (right is faster)"
+    file = "benchmarks-cpu.svg"
     plots.roofline(cases_of(result), lambda row: row["gb_per_s"]["both"], roof, axis, file)
     picture = f"![GB/s of each implementation against the bandwidth of a copy]({file})"
     return f"{picture}\n\n{timed(result)}"
@@ -259,7 +259,7 @@ def quality(result) -> str:
 
 def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
     """Draw a panel per algorithm: a line per implementation, a dot per seed and evaluation."""
-    figure, panels = plots.panels(len(kinds), (10, 3.8))
+    figure, panels = plots.panels(len(kinds), (8, 3.4), sharey=True)
     for axes, (op, found) in zip(panels, kinds.items(), strict=True):
         for (implementation, rows), (colour, marker) in zip(
             found.items(), plots.LOOKS, strict=False
@@ -267,14 +267,15 @@ def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
             for row in rows:
                 _, seconds, accuracies = zip(*row["accuracy"], strict=True)
                 axes.scatter(
-                    seconds, accuracies, color=colour, marker=marker, s=8, alpha=0.35, linewidths=0
+                    seconds, accuracies, color=colour, marker=marker, s=22, alpha=0.5, linewidths=0
                 )
             points = list(zip(*(row["accuracy"] for row in rows), strict=True))
             middle = [
                 [statistics.median(point[at] for point in step) for step in points] for at in (1, 2)
             ]
             axes.plot(*middle, color=colour, label=implementation)
-        axes.set(title=ALGORITHMS[op], xlabel="CPU seconds of training", ylabel="held-out accuracy")
+        axes.set(title=ALGORITHMS[op], xlabel="CPU seconds of training")
+    panels[0].set_ylabel("held-out accuracy")
     plots.save(figure, "time-to-quality.svg")
 
 

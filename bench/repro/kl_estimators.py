@@ -1,6 +1,6 @@
 """Which KL estimator in the loss holds a policy in training: GRPO with each of them, two coefficients, three seeds.
 
-    make repro-kl        trains what is not yet in runs/repro_kl, prints the table, draws docs/kl-estimators.png
+    make repro-kl        trains what is not yet in runs/repro_kl, prints the table, draws docs/kl-estimators.svg
     python -m bench.repro.kl_estimators --draw        table and figure from the results that are there, in seconds
 
 The demo's task, model and recipe. Four updates per rollout: the first is on-policy, the later ones are not, and there
@@ -168,11 +168,9 @@ def check(rows: list[dict]) -> None:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Exact KL (above) and held-out accuracy (below) over steps: the mean of the seeds in a band of all of them."""
-    from matplotlib.figure import Figure
-
     weak, strong = COEFFICIENTS
     panels = ((OFF_POLICY, weak), (OFF_POLICY, strong), (ON_POLICY, strong))
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = plots.empty((9, 5.6))
     grid = figure.subplots(2, len(panels), sharex=True, sharey="row")
     for (upper, lower), (minibatches, coefficient) in zip(grid.T, panels, strict=True):
         for setting in settings():
@@ -189,7 +187,7 @@ def draw(rows: list[dict], path: Path) -> None:
     grid[0, 0].set_ylabel("exact KL, nats per response")
     grid[1, 0].set_ylabel("held-out accuracy, greedy")
     handles = grid[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, fontsize=8, frameon=False, loc="outside lower center", ncols=6)
+    figure.legend(*handles, loc="outside lower center", ncols=6)
     plots.save(figure, path)
 
 
@@ -216,7 +214,7 @@ def main() -> None:
         help="one seed, the larger coefficient, off-policy: six runs",
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/repro_kl"), help="of the runs")
-    parser.add_argument("--png", type=Path, default=plots.DOCS / "kl-estimators.png")
+    parser.add_argument("--png", type=Path, default=plots.DOCS / "kl-estimators.svg")
     arguments = parser.parse_args()
     path = arguments.folder / "short.json" if arguments.short else RESULTS
     if not arguments.draw:

@@ -50,7 +50,7 @@ def test_results_survive_the_round_trip_and_the_report(page, clock, capsys):
     text = page.read_text()
     assert f"{results.number(found['rows'][0]['ms']['both'])} ms" in text
     assert "| a peer |" in text and " †" in text
-    assert (page.parent / "benchmarks-cpu.png").stat().st_size > 5000
+    assert (page.parent / "benchmarks-cpu.svg").stat().st_size > 5000
 
 
 def test_time_to_an_accuracy_is_read_between_evaluations():
