@@ -31,6 +31,7 @@ from .base.screen import phase
 from .data.reading import RowsLike
 from .data.rows import BadRow
 from .options import MAIN
+from .policy.balance import deal
 from .policy.evaluate import evaluate
 from .policy.options import ScoredRunConfig
 from .policy.policy import Policy
@@ -272,6 +273,10 @@ def train_step(
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + dataset_samples
     policy.rest()
     sampled_at = time.monotonic()
+    if ranks.world_size() > 1:
+        tokens = [len(sample.prompt_ids) + len(sample.response.ids) for sample in samples]
+        sources, balance = deal(tokens, [[0]] * len(samples))
+        samples, metrics = ranks.exchange(samples, sources), metrics | balance
     metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
     metrics["time/train"] = time.monotonic() - sampled_at
     # The teacher is to correct the student's own mistakes, so the sampler gets the new weights.

@@ -29,6 +29,7 @@ from .base import ranks
 from .base.options import PositiveInt
 from .base.text import InputError
 from .models import language_model, lora
+from .policy.balance import plan_balanced
 from .policy.before_update import BeforeUpdate, measure, micro_batches
 from .policy.evaluate import evaluate
 from .policy.groups import (
@@ -37,6 +38,7 @@ from .policy.groups import (
     advantage_of,
     advantages_of,
     collect,
+    included_of,
     keeps_groups,
 )
 from .policy.options import (
@@ -50,7 +52,6 @@ from .policy.policy import (
     Policy,
     group_lengths,
     needed_passes,
-    plan,
     with_entropy_threshold,
 )
 from .policy.setup import (
@@ -279,8 +280,8 @@ def train_step(
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    divide = functools.partial(policy.divide, groups.rollout.batch, together=together)
-    updates = plan(config, len(groups.included), divide, together)
+    rollout, updates, balance = plan_balanced(policy, groups.rollout, together)
+    groups = Groups(rollout, included_of(config, rollout.rewards), groups.metrics)
     measured = measure_first(policy, groups, updates, step)
     mismatch = policy.mismatch(groups.rollout, measured.old_logprobs, loss_options(config))
 
@@ -306,7 +307,7 @@ def train_step(
     ended_at = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= groups.metrics | mismatch
+    metrics |= groups.metrics | mismatch | balance
     if kl_of_responses is not None:
         metrics |= _per_response({"objective/kl": kl_of_responses[:, None]}, groups.included)
     tokens = ranks.global_sum(groups.rollout.lengths[groups.included].sum()).item()

@@ -29,6 +29,7 @@ from .base.options import NonNegative, Positive
 from .base.ranks import global_counts, processes
 from .base.text import InputError
 from .models.reward_model import save_reward_model
+from .policy.balance import plan_balanced
 from .policy.before_update import measure, micro_batches
 from .policy.critic import (
     CreditConfig,
@@ -46,7 +47,6 @@ from .policy.options import MAIN, PolicyConfig, ScoredRunConfig, loss_options
 from .policy.policy import (
     Policy,
     group_lengths,
-    plan,
     with_entropy_threshold,
 )
 from .policy.setup import (
@@ -237,8 +237,7 @@ def train_step(
     sampled_at = time.monotonic()
 
     # What was expected of each token, and what it earned: arXiv:1909.08593, section 2.2.
-    divide = functools.partial(policy.divide, rollout.batch)
-    updates = plan(config, len(rollout.samples), divide)
+    rollout, updates, balance = plan_balanced(policy, rollout)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     mismatch = policy.mismatch(rollout, experience.measured.old_logprobs, loss_options(config))
@@ -251,7 +250,7 @@ def train_step(
     ended_at = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= experience_metrics(experience, config.group_size, step) | mismatch
+    metrics |= experience_metrics(experience, config.group_size, step) | mismatch | balance
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.optim import OptimConfig
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.options import EngineConfig
@@ -60,6 +61,16 @@ class Plain:
 
     def backward(self, loss):
         loss.backward()
+
+
+def left_where_sampled(deal):
+    """`balance.deal`, except that every group stays on its rank."""
+
+    def stay(tokens, updates):
+        places = [[(rank, i) for i in range(len(tokens))] for rank in range(ranks.world_size())]
+        return places, deal(tokens, updates)[1]
+
+    return stay
 
 
 def assert_gradients_close(module, exact, prefix=""):

@@ -14,7 +14,7 @@ import torch
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.policy import before_update, setup
+from fused_rl.trainers.policy import balance, before_update, setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -151,6 +151,8 @@ def step_of_a_rank(rank, world, trainer, folders, options, plain):
         return before_update.BeforeUpdate(**masked)
 
     grpo.measure = ppo.measure = measure
+    # What is made up is of this rank's responses.
+    balance.deal = steps.left_where_sampled(balance.deal)
     if trainer == "ppo":
         critic = Stale(load_critic(config, tokenizer, CPU, 4))
         metrics = ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
@@ -377,6 +379,7 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     assert abs(expected["val/ratio"] - 1) > 0.05 < abs(expected["objective/kl1_avg"])
     assert all(0 < expected[key] < 1 for key in expected if "clipfrac" in key)
     named = {key for key in tiny.usual(trainer) if not key.startswith("eval/")} - {"time/save"}
+    named |= {"perf/rank_imbalance"}
     assert {key for key in first if not key.startswith("rewards/")} == named
     of_time = {key for key in first if key.startswith(("time/", "perf/"))}
     assert first.keys() - of_time == expected.keys()

@@ -162,7 +162,7 @@ def documented(trainer: str) -> set[str]:
         if "is also measured on held-out" in section:
             named |= {key.replace("train/", "eval/", 1) for key in named}
         keys |= named
-    return keys - {"perf/peak_memory_gb"}  # of GPUs
+    return keys - {"perf/peak_memory_gb", "perf/rank_imbalance"}  # of GPUs, and of several ranks
 
 
 def usual(trainer: str) -> set[str]:

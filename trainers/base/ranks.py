@@ -15,6 +15,8 @@ import torch.distributed as dist
 from .text import InputError
 
 Item = TypeVar("Item")
+Sources = Sequence[Sequence[tuple[int, int]]]
+"""For each rank the items that it gets: the rank that holds an item, and the item's number there."""
 
 
 _per_rank = 1  # processes that hold parts of the same sequences
@@ -128,6 +130,23 @@ def _gathered(item: Item, group) -> list[Item]:
     items = [item] * dist.get_world_size(group)
     dist.all_gather_object(items, item, group=group)
     return items
+
+
+def exchange(items: Sequence[Item], sources: Sources) -> list[Item]:
+    """Return the items of which `sources` of this rank says which rank holds them, and their numbers there.
+
+    All ranks call it with the same sources.
+    """
+    if world_size() == 1:
+        return [items[number] for _, number in sources[0]]
+    received = []
+    for source in range(world_size()):
+        parcel: list = [None]
+        # Only those of the source are sent.
+        parcels = [{i: items[i] for holder, i in wanted if holder == source} for wanted in sources]
+        dist.scatter_object_list(parcel, parcels, group_src=source, group=all_ranks())
+        received += parcel
+    return [received[holder][number] for holder, number in sources[rank()]]
 
 
 # Work that the processes of a rank, which have the same items, share.

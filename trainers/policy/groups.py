@@ -18,8 +18,9 @@ from fused_rl.objectives.advantages import ResponseAdvantage
 from ..base import ranks
 from ..base.options import NonNegativeInt, Requirement
 from ..base.text import InputError
-from ..rollouts.roll_out import batch_of, rollout_metrics
+from ..rollouts.roll_out import rollout_metrics
 from ..rollouts.types import Prompt, Rollout, Scorer
+from .balance import groups_of, with_groups
 from .options import LossConfig, RolloutConfig
 from .policy import Policy
 
@@ -216,70 +217,58 @@ def collect(
         with_signal += int(ranks.global_sum(differ.sum()).item())
 
     # Metrics are those of all that was sampled, even if a part of it is left out of the update.
-    sampled = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
-    metrics = group_metrics(config, sampled, step)
-    # A group without a signal has advantage 0, and still counts in the loss's denominators.
-    if config.zero_variance == "keep":
-        metrics["groups/trained"] = float(wanted)
-        return Groups(sampled, torch.ones(len(sampled.samples), dtype=torch.bool), metrics)
-    # Otherwise only groups with a signal count. They are divided again, because all ranks need equally many passes.
-    dealt, included = _deal(config, sampled)
-    metrics["groups/trained"] = float(min(with_signal, wanted))
-    return Groups(_joined(policy, dealt), included, metrics)
-
-
-def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
-    """Return several rollouts, or single groups of them, as one rollout."""
-    # The batch is built again, because each rollout was padded to its own longest response.
-    samples = sum((rollout.samples for rollout in rollouts), [])
-    names = rollouts[0].scores
-    seconds = rollouts[0].seconds
-    incidents = rollouts[0].incidents
-    return Rollout(
-        samples,
-        batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in names},
-        torch.cat([rollout.rewards for rollout in rollouts]),
-        torch.cat([rollout.solved for rollout in rollouts]),
-        {name: sum(rollout.seconds[name] for rollout in rollouts) for name in seconds},
-        {name: sum(rollout.incidents[name] for rollout in rollouts) for name in incidents},
-        sum((rollout.logged for rollout in rollouts), []),
-    )
-
-
-def _deal(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
-    """Return this rank's share of the groups with a signal, equally many on all ranks, and which responses count."""
     size = config.group_size
-    groups = []  # pairs (whether the group has a signal, the group)
-    for i, is_equal in enumerate(equal_rewards(rollout.rewards, size).tolist()):
-        responses = slice(i * size, (i + 1) * size)
-        group = replace(
-            rollout,
-            samples=rollout.samples[responses],
-            rewards=rollout.rewards[responses],
-            solved=rollout.solved[responses],
-            # These are left empty, because no group is used alone and every rank receives all groups.
-            batch=None,
-            scores={},
-            seconds={},
-            incidents={},
-            logged=[],
+    sampled = rollouts[0]
+    if len(rollouts) > 1:
+        seconds = sampled.seconds
+        incidents = sampled.incidents
+        of_all_rollouts = replace(
+            sampled,
+            seconds={name: sum(rollout.seconds[name] for rollout in rollouts) for name in seconds},
+            incidents={
+                name: sum(rollout.incidents[name] for rollout in rollouts) for name in incidents
+            },
+            logged=sum((rollout.logged for rollout in rollouts), []),
         )
-        groups.append((not is_equal, group))
-    # One rank may have many groups with a signal and another few, so all of them are pooled.
-    groups_of_all_ranks = sum(ranks.gather(groups), [])
+        groups = sum((groups_of(rollout, size) for rollout in rollouts), [])
+        sampled = with_groups(policy, of_all_rollouts, groups)
+    metrics = group_metrics(config, sampled, step)
+    # A group without a signal has advantage 0, and still counts in the loss's denominators. Otherwise only groups with
+    # a signal count. They are divided again, because all ranks need equally many passes.
+    trained = wanted
+    if config.zero_variance != "keep":
+        trained = min(with_signal, wanted)
+        sources = _with_signal(config, sampled.rewards)
+        groups = ranks.exchange(groups_of(sampled, size), sources)
+        sampled = with_groups(policy, sampled, groups)
+    metrics["groups/trained"] = float(trained)
+    return Groups(sampled, included_of(config, sampled.rewards), metrics)
 
-    # The groups with a signal come first, and no more of them than a step has.
-    kept = [group for group in groups_of_all_ranks if group[0]][: config.prompts_per_step]
-    without_signal = [group for group in groups_of_all_ranks if not group[0]]
+
+def included_of(config: GroupConfig, rewards: torch.Tensor) -> torch.Tensor:
+    """Return which responses count, (B,) bool, from their rewards: all, or those whose group has a signal."""
+    counts = ~equal_rewards(rewards, config.group_size) | (config.zero_variance == "keep")
+    return counts.repeat_interleave(config.group_size)
+
+
+def _with_signal(config: GroupConfig, rewards: torch.Tensor) -> ranks.Sources:
+    """Return the groups that each rank trains on if only those with a signal count, equally many on all ranks.
+
+    Groups without a signal fill up the last places.
+    """
+    # One rank may have many groups with a signal and another few, so all of them are pooled.
+    size = config.group_size
+    pool = []
+    for rank, is_equal in enumerate(ranks.gather(equal_rewards(rewards, size).tolist())):
+        pool += [(without, rank, number) for number, without in enumerate(is_equal)]
+    kept = min(sum(not without for without, _, _ in pool), config.prompts_per_step)
 
     # The number of groups is the smallest that holds them, divides over the ranks, and divides into minibatches.
     world = ranks.world_size()
     group_multiple = config.minibatches if keeps_groups(config, world) else 1
     response_multiple = config.minibatches // math.gcd(config.minibatches, size)
     multiple = world * math.lcm(group_multiple, response_multiple)
-    count = multiple * max(1, math.ceil(len(kept) / multiple))
-    dealt = (kept + without_signal)[:count][ranks.rank() :: world]
-    # Groups without a signal fill up the last shares, and are left out of the loss and its denominators.
-    included = torch.tensor([has_signal for has_signal, _ in dealt]).repeat_interleave(size)
-    return [group for _, group in dealt], included
+    count = multiple * max(1, math.ceil(kept / multiple))
+    # The groups with a signal come first.
+    chosen = [(rank, number) for _, rank, number in sorted(pool)[:count]]
+    return [chosen[rank::world] for rank in range(world)]

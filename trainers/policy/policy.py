@@ -383,25 +383,18 @@ def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
     return lengths.float().view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 
-def plan(
-    config: LossConfig,
-    count: int,
-    divide: Callable[[torch.Tensor], list[torch.Tensor]],
-    together: int = 1,
-) -> list[list[torch.Tensor]]:
-    """Return the micro-batches of each update of a step, as CPU indices of responses.
+def plan(config: LossConfig, count: int, together: int = 1) -> list[torch.Tensor]:
+    """Return the minibatch of each update of a step, as CPU indices of responses.
 
     Args:
         config: the options; the step has `epochs` x `minibatches` updates.
         count: the number of responses.
-        divide: returns the indices of a minibatch as micro-batches, as `Policy.divide` does.
         together: so many neighbouring responses stay in one minibatch.
     """
     responses = torch.arange(count).view(-1, together)
-    updates = []
+    minibatches = []
     for _ in range(config.epochs):
         # Each epoch has a new order, so that the minibatches consist of other responses.
         order = responses[torch.randperm(len(responses))].flatten()
-        for minibatch in order.split(count // config.minibatches):
-            updates.append(divide(minibatch))
-    return updates
+        minibatches += order.split(count // config.minibatches)
+    return minibatches
