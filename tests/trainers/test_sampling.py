@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+import transformers
 
 from bench.trainers import decode_passes
 from fused_rl.trainers.rollouts import generate, past
@@ -226,6 +227,47 @@ def test_what_is_sampled_leaves_no_memory_to_the_garbage_collector(captured, mon
         assert len(layers) > 4 and not any(layer() for layer in layers)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("Llama", None), ("Qwen3", None), ("Qwen2", "does not compile")]
+)
+def test_captured_steps_run_compiled_layers_that_share_graphs(kind, problem, captured, capsys):
+    config, compiled, passes = model(kind).config, [], []
+    sizes = config.to_dict() | {"num_hidden_layers": 6, "layer_types": None, "head_dim": 8}
+    torch.manual_seed(1)
+    lm = transformers.AutoModelForCausalLM.from_config(type(config)(**sizes)).eval()
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        if problem:
+            raise ValueError(problem)
+        return lambda *inputs: passes.append(1) or graph(*inputs)
+
+    torch._dynamo.reset()
+    for layer in lm.model.layers:
+        layer.compile(dynamic=True, backend=backend)
+    sampling = Sampling(0.0, 24, ())
+    with torch.compiler.set_stance("force_eager"):
+        plain = drawn(lm, PADDED, sampling, captures=True)
+        captured.clear()
+        sampler = sampler_of(lm, captures=True)
+        assert not compiled
+        sampler.graphs.is_compiled = True
+        found = sampler.sample([list(prompt) for prompt in PADDED], sampling)
+    torch._dynamo.reset()
+    assert token_ids(found) == token_ids(plain)
+    for response, other in zip(found, plain, strict=True):
+        assert response.logprobs == pytest.approx(other.logprobs, abs=1e-5 if problem else 1e-6)
+    assert sampler.graphs.is_on and sampler.graphs.is_compiled == (problem is None)
+    # A step that failed has no graph. The last layer, which no other follows, is compiled by itself.
+    (graph,) = captured
+    assert graph.replays == (22 if problem else 23)
+    assert (len(compiled), len(passes)) == ((1, 0) if problem else (2, 6))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (problem is not None)
+    for line in lines:
+        assert "sampled without compiled layers" in line and problem in line
 
 
 def stale(graph):

@@ -287,6 +287,7 @@ def build_sampler(
             # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights with it.
             synced_gpus=model.zero_optimization_stage() == 3,
         )
+        built.graphs.is_compiled = config.torch_compile
     elif config.dry_run:
         from ..servers.sampler import ServerSampler
 

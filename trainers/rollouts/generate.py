@@ -302,14 +302,18 @@ class _Graphs:
     """
 
     is_on: bool
+    is_compiled: bool = False
+    """These steps run layers as they are compiled."""
     unchecked: int = CHECKED_STEPS
 
     def drop(self, lm, reason: str) -> None:
-        """Capture none from now on, and say why."""
+        """Capture layers as they are from now on, or nothing if they were captured so, and say why."""
         if self.is_on:
-            slower = f"{type(lm).__name__} is sampled without CUDA graphs, which is slower"
+            without = "compiled layers" if self.is_compiled else "CUDA graphs"
+            slower = f"{type(lm).__name__} is sampled without {without}, which is slower"
             print_rank0(f"{slower}: {reason}")
-        self.is_on = False
+        self.is_on &= self.is_compiled
+        self.is_compiled = False
 
 
 def _captured(compute: Callable[[], torch.Tensor]):
@@ -339,7 +343,7 @@ class _Rows:
         pad_id: int,
         graphs: _Graphs,
     ):
-        from .past import Past
+        from .past import Past, WritableCache
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]
@@ -358,7 +362,7 @@ class _Rows:
         )
 
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
-        copies = torch.tensor([len(run) for run in runs])
+        copies = torch.tensor([*map(len, runs)])
         row = torch.arange(len(runs)).repeat_interleave(copies)
         row = on_device(row, lm.device)
         self.lm = lm
@@ -369,14 +373,14 @@ class _Rows:
         if len(set(map(len, distinct))) > 1:
             response_columns = (0, sampling.max_new_tokens)
             self.mask = nn.functional.pad(mask[row], response_columns, value=1)
-        self.cache = output.past_key_values
+        self.cache = WritableCache(output.past_key_values.layers)
         self.past = Past(
             width,
             width + sampling.max_new_tokens,
             is_maskable=self.mask is not None and lm.device.type != "cpu",
             device=lm.device,
         )
-        self.past.take_over(self.cache, row)
+        self.first_layer = self.past.take_over(self.cache, row)
         self.graphs = graphs
         self.graph = None
         self.token = torch.empty_like(self.position)
@@ -397,6 +401,7 @@ class _Rows:
     def _next_logits(self, *, is_fixed: bool) -> torch.Tensor:
         """Return the logits (b, V) after `token`, and write its keys and values; a second call does the same again."""
         self.past.is_fixed = is_fixed
+        self.cache.turn = self.first_layer
         width = self.past.max_tokens if is_fixed else self.past.width + 1
         output = self.lm(
             input_ids=self.token,
@@ -414,7 +419,8 @@ class _Rows:
             # Compared or not, the graph is the last to write the past, so a resumed run continues with the same bits.
             expected = self._next_logits(is_fixed=False) if graphs.unchecked else None
             if self.graph is None:
-                self.graph = _captured(lambda: self._next_logits(is_fixed=True))
+                with torch.compiler.set_stance("default" if graphs.is_compiled else "force_eager"):
+                    self.graph = _captured(lambda: self._next_logits(is_fixed=True))
             elif graphs.unchecked:
                 graphs.unchecked -= 1
             graph, logits = self.graph
@@ -424,6 +430,7 @@ class _Rows:
             return logits
         except Exception as error:
             graphs.drop(self.lm, in_a_line(error))
+            self.graph = None
             return None
 
     def keep(self, unfinished: list[int]) -> torch.Tensor:

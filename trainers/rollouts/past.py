@@ -17,17 +17,16 @@ BLOCK = 256
 class _Layer(DynamicLayer):
     """Keys and values of a layer, each (b, heads, columns, ·): `buffers`, whose last columns are free."""
 
-    def __init__(self, layer: DynamicLayer, past: "Past"):
+    def __init__(self, layer: Any, past: "Past", following: "_Layer | None"):
         super().__init__()
-        assert layer.keys is not None and layer.values is not None
+        self.following = following
         self.is_initialized = True
         self.is_sliding = layer.is_sliding
         self.past = past
         self.buffers = [layer.keys, layer.values]
         self.first = past.width - layer.keys.shape[2]  # tokens before the first column
         # Past tokens that the next one sees.
-        is_window = isinstance(layer, DynamicSlidingWindowLayer)
-        self.window = layer.sliding_window - 1 if is_window else past.max_tokens
+        self.window = layer.sliding_window - 1 if layer.is_sliding else past.max_tokens
         self.add_columns()
 
     @property
@@ -90,6 +89,19 @@ class _Layer(DynamicLayer):
         self.first = self.past.width - seen
 
 
+class WritableCache(Cache):
+    """A cache whose layers are updated in turn: compiled layers share a graph if none depends on its number."""
+
+    layers: list[Any]
+    turn: Any
+
+    def update(self, *args, **kwargs):
+        """Write keys and values (b, heads, 1, ·) into the layer whose turn it is; return what the next token sees."""
+        layer = self.turn
+        self.turn = layer.following
+        return layer.update(*args, **kwargs)
+
+
 class Past:
     """What the layers of a cache share; it does not know them, or only the garbage collector would free their memory.
 
@@ -111,21 +123,21 @@ class Past:
         # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.
         self.spare: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def take_over(self, cache: Cache, row: torch.Tensor) -> None:
-        """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, one token at a time."""
-        layers: list[Any] = cache.layers
-        for number, layer in enumerate(layers):
+    def take_over(self, cache: WritableCache, row: torch.Tensor) -> _Layer | None:
+        """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`; return its first layer."""
+        following = None
+        for number, layer in reversed([*enumerate(cache.layers)]):
             # A layer without keys of its own reads those of another one.
             if layer.is_initialized:
-                layers[number] = _Layer(layer, self)
-                layers[number].batch_select_indices(row)
+                following = cache.layers[number] = _Layer(layer, self, following)
+                following.batch_select_indices(row)
+        return following
 
-    def make_room(self, cache: Cache) -> bool:
+    def make_room(self, cache: WritableCache) -> bool:
         """Continue in larger buffers where the next token has no column; return True if any layer does."""
-        layers: list[Any] = cache.layers
         full = [
             layer
-            for layer in layers
+            for layer in cache.layers
             if layer.is_initialized and self.width - layer.first == layer.columns
         ]
         if full:
