@@ -7,7 +7,6 @@
     python -m bench quality                  our trainers and TRL's: held-out accuracy over training time
     python -m bench gpu --out folder         the first checks on a GPU, within 10 minutes
     python -m bench passes                   time and memory of the head on a GPU, on paper
-    python -m bench memory --config run.yaml memory of a run on paper
     python -m bench rows --model FOLDER      what rows cost before the first step, beside a floor and TRL
 
 Each group of a whole run is a process of its own: counting needs Triton's interpreter, cross-compilation must not have
@@ -28,7 +27,7 @@ from bench.machine import ROOT
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
-NAMED = ("quality", "report", "gpu", "passes", "memory", "rows")
+NAMED = ("quality", "report", "gpu", "passes", "rows")
 COMMANDS |= {name: f"bench.{name}" for name in NAMED}
 COMMANDS["host"] = "bench.run"  # for a GPU alone
 

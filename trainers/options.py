@@ -307,6 +307,12 @@ class RunConfig(StepsConfig, OutputConfig, TrainingConfig, DataConfig, PromptCon
     dry_run: bool | Literal["all"] = False
     """Check options, rows, scorers and models as the run does, print what was resolved and one example, and stop. It
     prints the options that were given or follow from others; `--dry_run all` prints all of them."""
+    processes: PositiveInt | None = None
+    """Number of processes that a dry run plans the batch and the memory for; None means those that it runs on."""
+
+    needs: ClassVar = (
+        Requirement("processes", lambda config: config.dry_run, without("--dry_run")),
+    )
 
     def check(self) -> None:
         super().check()
@@ -346,7 +352,7 @@ class RunConfig(StepsConfig, OutputConfig, TrainingConfig, DataConfig, PromptCon
 
 
 # What is done with a run, not what the run is.
-ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
+ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run", "processes")
 # What a reader looks for first, in --help all and config.yaml.
 FIRST = ("model", "dataset", "output_dir")
 

@@ -19,6 +19,7 @@ Sources = Sequence[Sequence[tuple[int, int]]]
 """For each rank the items that it gets: the rank that holds an item, and the item's number there."""
 
 
+planned: int | None = None  # processes of the run that a dry run is of
 _per_rank = 1  # processes that hold parts of the same sequences
 _sequence_group: Any = None  # the process group of these
 _data_group: Any = (
@@ -30,7 +31,7 @@ def set_sequence_parallel(per_rank: int) -> None:
     """From now on so many neighbouring processes are one rank; all processes call this together."""
     global _per_rank, _sequence_group, _data_group
     _per_rank, _sequence_group, _data_group = per_rank, None, None
-    if per_rank == 1:
+    if per_rank == 1 or planned:
         return
     # Every process takes part in making every group, also those that it is not in.
     starts = range(0, processes(), per_rank)
@@ -49,6 +50,8 @@ def sequence_group() -> "dist.ProcessGroup | None":
 
 def processes() -> int:
     """Return the number of processes that train together, also before they have met; 1 without a launcher."""
+    if planned:
+        return planned
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))  # a launcher's
@@ -87,8 +90,8 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of shares of the rows; 1 outside a process group."""
-    return dist.get_world_size() // _per_rank if dist.is_initialized() else 1
+    """Return the number of shares of the rows."""
+    return processes() // _per_rank
 
 
 def share_of_rank(count: int) -> list[int]:

@@ -372,7 +372,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
 
         compile_layers(lm)
     sequence_parts = None
-    if config.sequence_parallel > 1:
+    if ranks.sequence_group() is not None:
         from .sequences import SequenceParts
 
         base_lm = lm.get_base_model() if with_adapters else lm

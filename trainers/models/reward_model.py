@@ -307,7 +307,7 @@ def load_reward_model(
         attn_implementation=config.attn_implementation,
     )
     model = model.to(device)
-    if config.sequence_parallel > 1:
+    if ranks.sequence_group() is not None:
         from .sequences import SequenceParts
 
         model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)

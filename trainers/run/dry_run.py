@@ -3,18 +3,81 @@
 A dry run is the run itself up to its first pass, with models that have no weights. `--config` reads the text back.
 """
 
+import gc
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..base import ranks
+from torch import nn
+
+from ..base import engine, ranks
+from ..base.engine import torch_dtype
 from ..base.text import escaped
 from ..data.examples import Examples
 from ..options import RunConfig, to_yaml
+from ..rollouts.options import ROLLOUT_BATCH_SIZE
 
 # Only the first and the last tokens of a sequence that is longer than this are printed.
 MOST_TOKENS = 200
+
+
+# DeepSpeed's defaults, in elements: of its buffer for gradients on their way to other processes (reduce_bucket_size),
+# and of what ZeRO 3 keeps gathered at most (stage3_max_live_parameters).
+BUCKET = 500_000_000
+MOST_GATHERED = 1_000_000_000
+
+
+def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
+    """Return the bytes of a process, by what they hold, whose sequences have the largest length.
+
+    Counted are the weights of all models that were read, what ZeRO keeps of those that are trained, and what layers
+    save of a micro-batch, or the keys and values of what is sampled together. Loading takes no more. Not counted is the
+    workspace of the loss, which is chosen by what is free; weights in 4 bits count as whole ones.
+    """
+    from transformers import PreTrainedModel
+
+    stage, count = engine.effective_zero_stage(config), ranks.processes()
+    part = 0 if config.offload else 1 / count
+    share = [part if stage >= divides_from else 1 for divides_from in range(4)]
+    element, longest = torch_dtype(config).itemsize, config.longest_sequence
+    gc.collect()
+    elements = sum(p.numel() for p in gc.get_objects() if type(p) is nn.Parameter and p.is_meta)
+    trained = 0
+    for model in engines:
+        trained += sum(p.numel() for p in model.module.parameters() if p.requires_grad)
+
+    # Bytes of a token: of its key and value in a layer, and what the layer saves, in which norms are in fp32.
+    modules = engines[0].module.modules()
+    lm = next(module for module in modules if isinstance(module, PreTrainedModel))
+    text = lm.config.get_text_config()
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    width = element * (getattr(text, "head_dim", None) or hidden // heads)
+    past = 2 * width * getattr(text, "num_key_value_heads", heads)
+    inner = element * getattr(text, "intermediate_size", 4 * hidden)
+    layer = 4 * inner + (4 * element + 8) * hidden + 2 * width * heads + past
+    saved, passing = layer, 2 * inner
+    if config.gradient_checkpointing:
+        # A layer that is computed again has its gradients beside it.
+        saved = element * hidden * (config.checkpoint_activations_on != "cpu")
+        passing += 2 * layer
+    layers = text.num_hidden_layers
+    tokens = max(config.micro_batch_tokens or (config.micro_batch_size or 1) * longest, longest)
+    passes = (layers * saved * len(engines) + passing) * tokens / config.sequence_parallel
+    if hasattr(config, "prompts_per_step") and config.server is None:
+        elements += trained * (config.lag > 0)  # the sampler's copy
+        responses = config.prompts_per_step * config.group_size // ranks.world_size()
+        rows = min(config.rollout_batch_size or 4 * ROLLOUT_BATCH_SIZE, responses)
+        passes = max(passes, rows * longest * layers * past)
+
+    gathered = min(elements, MOST_GATHERED) * (stage == 3)
+    gradient = 4 * share[1] if engine.widens_sums(config) else element * share[2]
+    return {
+        "weights": element * (elements * share[3] + gathered),
+        "optimizer": trained * (gradient + (12 if stage else 8) * share[1]),
+        "buckets": 4 * BUCKET * (stage > 0),
+        "passes": passes,
+    }
 
 
 def described(
@@ -23,9 +86,12 @@ def described(
     examples: Examples,
     tokenizer: Any,
     scorers_read: Mapping[str, object],
+    needed: Mapping[str, float],
 ) -> str:
-    """Return what a dry run prints: the `batch_plan` of the batch, by title, and the first example."""
-    batch_plan = dict(batch_plan)
+    """Return what a dry run prints: the `batch_plan` of the batch, by title, the bytes needed, and the first example."""
+    listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+    total = f"{sum(needed.values()) / 2**30:.1f} GiB a process on paper for {ranks.processes()}"
+    batch_plan = {**batch_plan, "memory": f"{total} processes in {torch_dtype(config)}: {listed}"}
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
         batch_plan["processes"] = f"{ranks.processes()}, in {batch_plan['processes']} {together}"

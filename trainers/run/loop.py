@@ -112,6 +112,7 @@ class Run:
             batch_plan: returns how the batch divides over the processes.
             on_step: a function to call after each step, as `--on_step` names one.
         """
+        ranks.planned = config.processes
         # Errors that need no other process are raised before this one waits for them.
         check_start(config, batch_plan)
         self.batch_plan = batch_plan
@@ -251,10 +252,13 @@ class Run:
         config = self.config
         self.store.check_read_stays()
         if config.dry_run:
-            from .dry_run import described
+            from .dry_run import described, on_paper
 
             plan = self.batch_plan(config, ranks.world_size())
-            raise DryRun(described(config, plan, self.rows, self.tokenizer, self.scorers_read))
+            needed = on_paper(config, engines)
+            raise DryRun(
+                described(config, plan, self.rows, self.tokenizer, self.scorers_read, needed)
+            )
         if config.micro_batch_size is not None:
             return
         from .fitting import fitting_tokens
