@@ -70,7 +70,7 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
         rows = min(config.rollout_batch_size or 4 * ROLLOUT_BATCH_SIZE, responses)
         passes = max(passes, rows * longest * layers * past)
 
-    gathered = min(elements, MOST_GATHERED) * (stage == 3)
+    gathered = min(elements, MOST_GATHERED) * (stage == 3 and count > 1)
     gradient = 4 * share[1] if engine.widens_sums(config) else element * share[2]
     return {
         "weights": element * (elements * share[3] + gathered),
