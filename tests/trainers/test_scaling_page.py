@@ -61,6 +61,6 @@ def test_a_command_of_the_page_trains(number, world, files, tmp_path):
             text=True,
             timeout=400,
         )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:3000]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..base import ranks
+from ..base import engine, ranks
 from ..base.rounding import relative_difference
 from ..base.text import InputError
 from .packing import WINDOWS, attention_of
@@ -142,8 +142,10 @@ class SequenceParts:
         lm.eval()
         self.calls = 0
         try:
-            states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-            states_of_parts = self.states_of(lm.base_model, "last_hidden_state", ids, places[mine])
+            with engine.gathered_in_turn(lm):
+                states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+                options = "last_hidden_state", ids, places[mine]
+                states_of_parts = self.states_of(lm.base_model, *options)
         # A model without position_ids, or whose queries and keys differ in size: each says so in its own way.
         except Exception as error:
             return f"{name} does not take parts of a sequence ({type(error).__name__})"
