@@ -112,7 +112,7 @@ test-doctor: $(VENV)/installed  #: what the doctor says of small broken and heal
 
 # A minute without an answer counts as a broken network, so nothing else may run meanwhile; it needs iproute2 and root.
 .PHONY: test-nodes
-test-nodes: $(VENV)/installed  #: two nodes in network namespaces lose their network, and resume: 3 minutes
+test-nodes: $(VENV)/installed  #: two nodes in network namespaces lose their network and resume, and keep weights on a node: 6 minutes
 	FUSED_RL_NODES=1 $(BIN)/python -m pytest -q tests/trainers/test_two_nodes.py
 
 .PHONY: test-long

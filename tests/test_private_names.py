@@ -26,6 +26,8 @@ PRIVATE = {
     "_C": f"whether vmap or grad of torch.func is active; {STOPS}",
     "_are_functorch_transforms_active": f"whether vmap or grad of torch.func is active; {STOPS}",
     "_current_level": f"forward-mode AD is active; {STOPS}",
+    # deepspeed
+    "_get_zero_param_intra_parallel_group": f"groups of zero_hpz_partition_size; {STOPS}",
     # datasets
     "_fingerprint": "names cached ids of a Dataset from Python; without it they are encoded anew",
     # verl
@@ -35,6 +37,7 @@ SUBMODULES = {
     "datasets.config": "the folder of caches; documented as HF_DATASETS_CACHE",
     "deepspeed.ops": f"no compilation of an op that is unused; {STOPS}",
     "deepspeed.runtime.config": f"what DeepSpeed says of a file of options; {STOPS}",
+    "deepspeed.utils": f"groups of zero_hpz_partition_size; {STOPS}",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": f"sequence_parallel; {STOPS}",
     "openrlhf.models.utils": "patch() checks the release of OpenRLHF",
     "transformers.cache_utils": "sampling writes keys and values in place; without it generate samples, with a line",

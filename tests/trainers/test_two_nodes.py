@@ -48,8 +48,8 @@ def nodes():
         ip(f"netns del {node}")
 
 
-def start(config, logs, **options) -> list[subprocess.Popen]:
-    """One torchrun on each node; what they print is in `logs`."""
+def start(config, logs, *, processes: int = 1, **options) -> list[subprocess.Popen]:
+    """One torchrun on each node, of so many processes; what they print is in `logs`."""
     env = os.environ | {"GLOO_SOCKET_IFNAME": "wire", "DEEPSPEED_TIMEOUT": "1"}
     logs.mkdir()
     started, given = [], words_of(config, **options)
@@ -61,6 +61,8 @@ def start(config, logs, **options) -> list[subprocess.Popen]:
             HERE[node],
             "--rdzv-conf",
             f"is_host={node == FIRST}",
+            "--nproc-per-node",
+            str(processes),
             "-m",
             "fused_rl.trainers.grpo",
         ]
@@ -71,11 +73,14 @@ def start(config, logs, **options) -> list[subprocess.Popen]:
     return started
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+quiet = pytest.mark.skipif(
     "FUSED_RL_NODES" not in os.environ,
     reason="its time-outs are of a quiet machine: make test-nodes",
 )
+
+
+@pytest.mark.slow
+@quiet
 @pytest.mark.usefixtures("nodes")
 def test_a_run_that_loses_its_network_ends_and_resumes_bit_for_bit(files, tmp_path):
     config = grpo_config(
@@ -100,3 +105,18 @@ def test_a_run_that_loses_its_network_ends_and_resumes_bit_for_bit(files, tmp_pa
     processes = start(config, tmp_path / "again", output_dir=cut, resume=True)
     assert [process.wait(300) for process in processes] == [0, 0]
     assert_same_weights(tmp_path / "whole", cut)
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.usefixtures("nodes")
+def test_weights_that_stay_on_a_node_change_no_bit(files, tmp_path):
+    """The command of docs/scaling.md for two machines, but for its server."""
+    options = {"zero_stage": 3, "sequence_parallel": 2, "gradient_checkpointing": True, "steps": 3}
+    within = tmp_path / "hpz.json"
+    within.write_text('{"zero_optimization": {"zero_hpz_partition_size": 2}}')
+    for name, more in (("over", {}), ("within", {"deepspeed": str(within)})):
+        config = grpo_config(files, tmp_path / name, micro_batch_size=1, **options, **more)
+        started = start(config, tmp_path / f"logs-{name}", processes=2)
+        assert [process.wait(300) for process in started] == [0, 0]
+    assert_same_weights(tmp_path / "over", tmp_path / "within")

@@ -337,9 +337,14 @@ def partitioning(config: EngineConfig) -> object:
 
     It is for ZeRO 3: the first rank reads the files, and each rank keeps its part of every weight.
     """
+    from deepspeed.utils import groups
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    return HfDeepSpeedConfig(_deepspeed_config(config))
+    options = _deepspeed_config(config)
+    # DeepSpeed makes these groups once, so of several models the first has a copy in each machine.
+    if groups._get_zero_param_intra_parallel_group() is not None:
+        options["zero_optimization"].pop("zero_hpz_partition_size", None)
+    return HfDeepSpeedConfig(options)
 
 
 @contextlib.contextmanager
