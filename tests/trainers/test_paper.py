@@ -97,7 +97,12 @@ def test_a_run_of_7b_takes_what_its_page_says(processes, options, total, monkeyp
 
 
 def test_a_dry_run_plans_for_other_processes(files, tmp_path):
-    options = GRPO | {"processes": 8, "sequence_parallel": 2, "prompts_per_step": 8}
+    options = GRPO | {
+        "processes": 8,
+        "sequence_parallel": 2,
+        "prompts_per_step": 8,
+        "zero_stage": 3,
+    }
     with pytest.raises(InputError, match="processes=8 has no meaning without --dry_run"):
         config_of("grpo", files, tmp_path, **options)
     config = config_of("grpo", files, tmp_path, **options, dry_run=True)

@@ -288,7 +288,8 @@ def read(
             config = options.get("config") or AutoConfig.from_pretrained(name, **options)
             with torch.device("meta"):
                 return kind.from_config(config), defaultdict(tuple)
-    if held is None or held.zero_stage < 3 or "quantization_config" in options:
+    is_whole = options.keys() & {"device_map", "quantization_config"}
+    if held is None or held.zero_stage < 3 or is_whole:
         return kind.from_pretrained(name, **options)
     # Partitioned, transformers does not say which weights are unexpected, and one rank alone raises errors.
     report = kind.from_pretrained(name, **options, device_map="meta")[1]

@@ -16,7 +16,6 @@ from ..base.engine import torch_dtype
 from ..base.text import escaped
 from ..data.examples import Examples
 from ..options import RunConfig, to_yaml
-from ..rollouts.options import ROLLOUT_BATCH_SIZE
 
 # Only the first and the last tokens of a sequence that is longer than this are printed.
 MOST_TOKENS = 200
@@ -67,7 +66,7 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
     if hasattr(config, "prompts_per_step") and config.server is None:
         elements += trained * (config.lag > 0)  # the sampler's copy
         responses = config.prompts_per_step * config.group_size // ranks.world_size()
-        rows = min(config.rollout_batch_size or 4 * ROLLOUT_BATCH_SIZE, responses)
+        rows = min(config.rollout_batch_size or 256, responses)  # its default on a GPU
         passes = max(passes, rows * longest * layers * past)
 
     gathered = min(elements, MOST_GATHERED) * (stage == 3 and count > 1)
@@ -88,7 +87,7 @@ def described(
     scorers_read: Mapping[str, object],
     needed: Mapping[str, float],
 ) -> str:
-    """Return what a dry run prints: the `batch_plan` of the batch, by title, the bytes needed, and the first example."""
+    """Return what a dry run prints: the `batch_plan` by title, the bytes `needed`, and the first example."""
     listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
     total = f"{sum(needed.values()) / 2**30:.1f} GiB a process on paper for {ranks.processes()}"
     batch_plan = {**batch_plan, "memory": f"{total} processes in {torch_dtype(config)}: {listed}"}
