@@ -31,9 +31,12 @@ from .shared_prompts import in_row_of, shared_tokens
 SHOWN = 4
 
 
-def eager_layers(config: SamplingRunConfig):
+def eager_layers(config: SamplingRunConfig) -> contextlib.AbstractContextManager:
     """Return a context that runs layers as they are: sampling calls them with another past for every token."""
-    return torch.compiler.set_stance("force_eager" if config.torch_compile else "default")
+    # PyTorch's compiler is imported only where it is used.
+    if not config.torch_compile:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class PolicyOutput(NamedTuple):
