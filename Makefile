@@ -97,7 +97,7 @@ size:  ## how much code there is, by folder and by room
 
 # Not in CI: it says what the tests see, not whether the code is right. SEED=7 COUNT=300 ROOM=kernels SLOW=1 choose.
 .PHONY: test-mutations
-test-mutations: $(VENV)/installed  ## break the code, one drawn slip at a time: what do the tests see?
+test-mutations: $(VENV)/installed  ## break the code, one drawn slip at a time
 	$(BIN)/python -m tests.tools.slips $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(ROOM),--room "$(ROOM)") $(if $(SLOW),--slow)
 

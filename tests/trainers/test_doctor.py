@@ -69,6 +69,8 @@ CASES = [
     (of("train/loss", 5.5, 8.6), {"exploding": 1}),
     (of("optim/grad_norm", 0.0, 0.5, 499.0), {}),
     (of("optim/grad_norm", 0.0, 0.5, 501.0), {"exploding": 2}),
+    (of("eval/dpo/nll", 1.0, 1.29), {}),
+    (of("eval/kto/nll", 1.0, 1.31), {"displaced": 1}),
     (of("eval/entropy", 5.0, 0.4), {"entropy-collapsed": 1}),
     (of("eval/entropy", 5.0, 0.6), {}),
     (of("policy/entropy_avg", 2.0, 0.1, count=10), {"entropy-collapsed": 19}),
