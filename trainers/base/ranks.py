@@ -124,7 +124,11 @@ def gather(item: Item) -> list[Item]:
 
 def gather_processes(item: Item) -> list[Item]:
     """Return every process's `item`, by process, on every process."""
-    return _gathered(item, dist.group.WORLD if dist.is_initialized() else None)
+    return _gathered(item, _all_processes())
+
+
+def _all_processes():
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _gathered(item: Item, group) -> list[Item]:
@@ -179,22 +183,30 @@ def on_sequence_leader(work: Callable[[], Item]) -> Item:
 
     An InputError that it raises is raised on every process of the rank.
     """
-    if _sequence_group is None:
-        return work()
-    result: list = [None, None, None]
-    if process_index() % _per_rank == 0:
-        done = refusal = None
+    result, state = _on_first(_sequence_group, lambda: (work(), torch.get_rng_state()))
+    torch.set_rng_state(state)
+    return result
+
+
+def on_first_rank(work: Callable[[], Item]) -> Item:
+    """Return what `work` returns on process 0, while the others wait; its InputError is raised on every process."""
+    return _on_first(_all_processes(), work)
+
+
+def _on_first(group, work: Callable[[], Item]) -> Item:
+    """Return what `work` returns on the first process of a group, or raise its InputError, on all of them."""
+    result: Any = None
+    refusal = None
+    if group is None or dist.get_rank(group) == 0:
         try:
-            done = work()
+            result = work()
         except InputError as error:
             refusal = error
-        result = [done, refusal, torch.get_rng_state()]
-    dist.broadcast_object_list(result, group_src=0, group=_sequence_group)
-    done, refusal, state = result
+    # The others have waited for this; one that went on would hang in its next collective.
+    result, refusal = _gathered((result, refusal), group)[0]
     if refusal is not None:
         raise refusal
-    torch.set_rng_state(state)
-    return done
+    return result
 
 
 def check_equal(facts: Mapping[str, object]) -> None:
@@ -209,25 +221,6 @@ def check_equal(facts: Mapping[str, object]) -> None:
                 raise InputError(
                     f"the processes of a run must have the same options and read the same files: {difference}"
                 )
-
-
-def on_first_rank(work: Callable[[], object]) -> None:
-    """Run `work` on process 0 while the others wait; an InputError that it raises is raised on every process."""
-    refusal = None
-    if process_index() == 0:
-        try:
-            work()
-        except InputError as error:
-            refusal = error
-    # The others have waited for this; one that went on would hang in its next collective.
-    refusal = gather_processes(refusal)[0]
-    if refusal is not None:
-        raise refusal
-
-
-def on_any_process(*, flag: bool) -> bool:
-    """Return True if the flag is set on any process."""
-    return any(gather_processes(flag))
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:

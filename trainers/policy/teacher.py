@@ -8,8 +8,8 @@ from torch.nn.functional import linear
 import fused_rl
 from fused_rl.ops.kl import Direction
 
-from ..base import engine, ranks
-from ..base.screen import print_line
+from ..base import engine
+from ..base.screen import print_rank0
 from ..base.text import InputError
 from ..data.batch import Batch, on_device
 from ..models import language_model
@@ -248,8 +248,7 @@ def _connect_teacher(config: TeacherOptions, url: str, policy: Policy) -> Served
     url, http = url.rstrip("/"), http_of(policy.config)
     if policy.config.dry_run:
         return ServedTeacher(http, url, "", config.teacher_top_k)  # no server is asked
-    if ranks.process_index() == 0:
-        print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
+    print_rank0(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
     try:

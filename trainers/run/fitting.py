@@ -36,7 +36,7 @@ def fitting_tokens(engines: Sequence[Any], longest: int) -> int:
     peak_of_one = _peak(engines, longest, 1)
     # A second sequence takes no more than the first: without room for it all ranks go without that pass.
     needed = 2 * peak_of_one - torch.cuda.memory_allocated(device)
-    if ranks.on_any_process(flag=needed > usable):
+    if any(ranks.gather_processes(needed > usable)):
         return longest
     per_token = max(_peak(engines, longest, 2) - peak_of_one, 1) / longest
     tokens = longest + int((usable - peak_of_one) / per_token)

@@ -25,9 +25,8 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
         output_dir: the run's, which exists.
         lm: the policy, whose bytes the first process counts.
     """
-    folders = []
 
-    def choose() -> None:
+    def choose() -> Path:
         # Two runs never have one name, and a run that is resumed on its machine has the one that it had before it was
         # killed. Machines of one image may number their folders alike.
         run_stat = output_dir.stat()
@@ -36,14 +35,12 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
             chosen = Path(published_dir).absolute() / name
             with io_errors_in_a_line("the weights for the servers", chosen):
                 _remove(chosen)
-        else:
-            chosen = SHARED_MEMORY / name
-            if not (all(map(is_here, urls)) and _make_if_room(chosen, lm)):
-                chosen = output_dir / "published"
-        folders.append(chosen)
+            return chosen
+        chosen = SHARED_MEMORY / name
+        is_usable = all(map(is_here, urls)) and _make_if_room(chosen, lm)
+        return chosen if is_usable else output_dir / "published"
 
-    ranks.on_first_rank(choose)
-    return ranks.gather_processes(folders)[0][0]
+    return ranks.on_first_rank(choose)
 
 
 def _remove(folder: Path) -> None:

@@ -108,8 +108,7 @@ class ServerSampler(Sampler):
         self.probe = probe
         self.sleeps = sleeps
         self.exports: dict[int, tuple] = {}
-        if ranks.process_index() == 0:
-            print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
+        print_rank0(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url, sleeps=sleeps) for url in urls]
         for server in self.servers:
             if server.room < longest:
@@ -164,9 +163,8 @@ class ServerSampler(Sampler):
             # What the allocator keeps for later is no room for a server; every process may be on its GPU.
             torch.cuda.empty_cache()
             ranks.barrier()
-        probed: list[list[Response]] = []
 
-        def push() -> None:
+        def push() -> list[list[Response]]:
             self.http.run(server.push(weights) for server in self.servers)
             for other in self.folder.glob(
                 "step-*"
@@ -174,11 +172,11 @@ class ServerSampler(Sampler):
                 if other != folder:
                     shutil.rmtree(other)
             # A server that has sampled has read the weights, which may change from then on.
-            probed.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))
+            return self.http.run(self.probe.sample(server, step) for server in self.servers)
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
         try:
-            ranks.on_first_rank(push)
+            probed = ranks.on_first_rank(push)
         except InputError as error:
             if not is_trial:
                 raise
@@ -187,5 +185,5 @@ class ServerSampler(Sampler):
             print_rank0(f"by CUDA IPC: {str(error)[:300]}; so by files in {self.folder}")
             self.publish(step, save)
             return
-        for server, responses in zip(self.servers, ranks.gather_processes(probed)[0], strict=True):
+        for server, responses in zip(self.servers, probed, strict=True):
             self.probe.judge(server, step, responses, self.probe.differences(server, responses))
