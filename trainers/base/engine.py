@@ -349,9 +349,9 @@ def partitioning(config: EngineConfig) -> object:
 
 @contextlib.contextmanager
 def gathered_in_turn(model: nn.Module, *, backward: bool = False):
-    """Let a partitioned model run before it has an engine: the weights of a module are whole while it runs.
+    """Have a model in eval mode, in which a partitioned one may run without an engine: modules that run are whole.
 
-    Call on all ranks. With `backward` it may run backward too. Other models run as they do without the block.
+    Call on all ranks. With `backward` it may run backward too.
     """
     own: dict[nn.Module, list[Any]] = {}
     for module in model.modules():
@@ -373,9 +373,12 @@ def gathered_in_turn(model: nn.Module, *, backward: bool = False):
         if backward:
             hooks += [module.register_full_backward_pre_hook(gather)]
             hooks += [module.register_full_backward_hook(release)]
+    was_training = model.training
+    model.eval()
     try:
         yield
     finally:
+        model.train(was_training)
         for hook in hooks:
             hook.remove()
         # What an error has left whole.

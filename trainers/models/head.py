@@ -43,8 +43,6 @@ def trace_head(lm: Any) -> UnformedLogits | str:
         return "has no backbone apart from its head"
     if type(head) not in (nn.Linear, WideHead):
         return f"has an LM head of type {type(head).__name__}"
-    training = lm.training
-    lm.eval()
     states = causal_states(lm)
     with torch.no_grad(), engine.gathered_in_turn(lm):
         # Logits that are not formed note what the model does to them.
@@ -55,7 +53,6 @@ def trace_head(lm: Any) -> UnformedLogits | str:
             logits = in_a_line(error)
         finally:
             del head.forward
-            lm.train(training)
     if not isinstance(logits, UnformedLogits):
         return f"does more to its logits than scale and cap them ({logits})"
     hidden = logits.hidden

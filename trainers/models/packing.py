@@ -357,8 +357,6 @@ def _differs(
     prompt = ids[:prompt_tokens]
     responses = [ids[5:9], ids[9:]]
     batch = make_batch([prompt, prompt], responses, 0, lm.device)
-    training = lm.training
-    lm.eval()
     try:
         with engine.gathered_in_turn(lm, backward=trains):
             outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
@@ -376,8 +374,6 @@ def _differs(
     except Exception as error:
         reason = f"takes no mask and positions of its own ({type(error).__name__})"
         return f"{type(lm).__name__} {reason}"
-    finally:
-        lm.train(training)
     if relative_difference(together, alone) <= 1:
         return None
     reason = "computes other states, and so other logits, in rows of several sequences"

@@ -138,8 +138,6 @@ class SequenceParts:
         places = torch.arange(2 * (width - 1), device=lm.device)
         mine = self.my_places(places, width)
         name = type(lm).__name__
-        training = lm.training
-        lm.eval()
         self.calls = 0
         try:
             with engine.gathered_in_turn(lm):
@@ -149,8 +147,6 @@ class SequenceParts:
         # A model without position_ids, or whose queries and keys differ in size: each says so in its own way.
         except Exception as error:
             return f"{name} does not take parts of a sequence ({type(error).__name__})"
-        finally:
-            lm.train(training)
         if not self.calls:
             return f"{name} does not pass on to its attention how sequences are divided"
         if self.calls < text.num_hidden_layers:
