@@ -96,10 +96,11 @@ def train_step(
         packed = None if costs is None else pack_pairs(sides, costs, device)
         if packed is None:
             input_ids, mask = collate(sides, device)
-            padding.add(input_ids, sum(map(len, sides)))
+            padding.computed += input_ids.numel()
+            padding.tokens += sum(map(len, sides))
             both = model(input_ids, mask)
         else:
-            padding.add(packed.input_ids, packed.tokens)
+            padding.add(packed)
             both = model(packed=packed)
         chosen, rejected = both.view(-1, 2).unbind(1)
 

@@ -9,7 +9,7 @@ sampled responses, which `fused-rl eval` measures.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -128,11 +128,6 @@ class PackedBatch(NamedTuple):
     packed: InRows | None
     """The same in fewer tokens; None where each has a row of its own."""
 
-    def inputs(self) -> dict[str, Any]:
-        """Return the model's inputs to score them."""
-        scored = {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask}
-        return scored | {"packed": self.packed, "places": self.batch.places()}
-
 
 def micro_batches(
     examples: Sequence[Example],
@@ -190,19 +185,18 @@ def train_step(model, batches: list[PackedBatch], step: int) -> dict[str, float]
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
-    counts = [micro_batch.batch.token_counts.sum() for micro_batch in batches]
+    counts = [batch.token_counts.sum() for batch, _ in batches]
     num_tokens = ranks.global_sum(torch.stack(counts).sum()).item()
     sums, padding = Sums(step), Padding()
     model.train()
-    for micro_batch in batches:
-        model_input = micro_batch.packed or micro_batch.batch
-        padding.add(model_input.input_ids, model_input.tokens)
+    for batch, packed in batches:
+        padding.add(packed or batch)
         # -log p of each token, its gradient formed in the forward pass.
-        rows = model(**micro_batch.inputs(), token_loss=lambda logprobs, _: -logprobs)
+        rows = model(**batch.inputs(packed), token_loss=lambda logprobs, _: -logprobs)
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
         model.backward(rows.loss * (ranks.processes() / num_tokens))
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
-        sums.add(shares, micro_batch.batch.where)
+        sums.add(shares, batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
     metrics["perf/padding"] = padding.fraction()
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
@@ -215,16 +209,16 @@ def evaluate(model, batches: list[PackedBatch]) -> Evaluation:
     totals = torch.zeros(3, dtype=torch.float64)
     row_losses = []  # where a row is from, its loss, and its tokens
     with phase("evaluated on held-out rows") as figures:
-        for micro_batch in batches:
-            rows = model(**micro_batch.inputs(), want_likeliest=True)
-            mask = micro_batch.batch.response_mask
+        for batch, packed in batches:
+            rows = model(**batch.inputs(packed), want_likeliest=True)
+            mask = batch.response_mask
             # Row t of the mask is of token t + 1, so the targets begin with the second token.
-            hit = mask & (rows.likeliest == micro_batch.batch.input_ids[:, 1:])
+            hit = mask & (rows.likeliest == batch.input_ids[:, 1:])
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
             columns = torch.stack([-rows.logprobs.double().sum(1), mask.sum(1)]).cpu()
-            row_losses += zip(micro_batch.batch.where, *columns.tolist(), strict=True)
+            row_losses += zip(batch.where, *columns.tolist(), strict=True)
         # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
         figures |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}

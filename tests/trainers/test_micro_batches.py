@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_a_micro_batch_has_no_more_tokens_than_it_may(together):
 def test_the_padding_of_a_step_is_of_that_step_alone():
     padding = Padding()
     for tokens in (3, 6):
-        padding.add(torch.zeros(3, 4), tokens)
+        padding.add(SimpleNamespace(input_ids=torch.zeros(3, 4), tokens=tokens))
         assert padding.fraction() == 1 - tokens / 12
 
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -100,6 +101,11 @@ class Batch:
         mask = self.response_mask[rows, : width - 1]
         numbers = self.prompts[index]
         return Batch(input_ids, mask, where, numbers, prompts, responses, support, included)
+
+    def inputs(self, packed: Any = None) -> dict[str, Any]:
+        """Return the inputs with which a model reads the sequences, `packed` if they are given in fewer tokens."""
+        inputs = {"input_ids": self.input_ids, "mask": self.response_mask}
+        return inputs | {"packed": packed, "places": self.places()}
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ class Padding:
     computed: int = 0
     tokens: int = 0
 
-    def add(self, input_ids: torch.Tensor, tokens: int) -> None:
-        """Count the input of a pass; `tokens` of its places are tokens, and the others are pads."""
-        self.computed += input_ids.numel()
-        self.tokens += tokens
+    def add(self, model_input: Any) -> None:
+        """Count the `input_ids` of a pass, of which `tokens` are no pads."""
+        self.computed += model_input.input_ids.numel()
+        self.tokens += model_input.tokens
 
     def fraction(self) -> float:
         """Return the fraction of pads over all ranks, and begin anew."""

@@ -112,14 +112,11 @@ def logprobs_of(
         responses = [response if prompt else response[1:] for prompt, response in pairs]
         batch = make_batch(prompts, responses, 0, device)
         with torch.set_grad_enabled(loss is not None):
-            inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask}
             packed = None if costs is None else unpad(batch, costs)
-            scored = model(**inputs, places=batch.places(), packed=packed)
-            logprobs = scored.logprobs.sum(1).view(len(indices), -1)
+            logprobs = model(**batch.inputs(packed)).logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
             if padding is not None:
-                model_input = batch if packed is None else packed
-                padding.add(model_input.input_ids, model_input.tokens)
+                padding.add(packed or batch)
             # Engines average over ranks, and the loss is a share of the sum.
             model.backward(loss(logprobs, indices) * ranks.processes())
         return logprobs

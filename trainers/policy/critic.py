@@ -85,11 +85,8 @@ def load_critic(config: CriticRunConfig, tokenizer, device: torch.device, update
 
 def values_of(critic, batch: Batch) -> torch.Tensor:
     """Return the critic's value before each token of a micro-batch, (b, T - 1) fp32, 0 where masked; differentiable."""
-    inputs = batch.input_ids, batch.response_mask
     costs = critic.module.unpadded_costs
-    if costs is None:
-        return critic(*inputs)
-    return critic(*inputs, unpad(batch, costs), batch.places())
+    return critic(**batch.inputs(None if costs is None else unpad(batch, costs)))
 
 
 class CreditConfig(KLConfig, RolloutConfig):

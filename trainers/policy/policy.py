@@ -102,12 +102,8 @@ class Policy(Generic[Config]):
             in_row = in_row_of(batch, self.costs)
             packed = pack(batch, in_row) if in_row > 1 else None
         # Temperature and kept sets are those of the sampling; with others the first ratio would not be 1.
-        scored = {
-            "input_ids": batch.input_ids,
-            "mask": batch.response_mask,
-            "temperature": self.config.temperature,
-        }
-        return scored | {"packed": packed, "places": batch.places(), "support": batch.support}
+        softmax = {"temperature": self.config.temperature, "support": batch.support}
+        return batch.inputs(packed) | softmax
 
     def divide(self, batch: Batch, index: torch.Tensor, *, together: int = 1) -> list[torch.Tensor]:
         """Divide sequences into micro-batches, equally many on every rank.
@@ -268,8 +264,7 @@ class Policy(Generic[Config]):
         is_users = callable(loss_options.surrogate)  # a user's own surrogate may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         inputs = self.inputs(batch)
-        model_input = batch if inputs["packed"] is None else inputs["packed"]
-        self.padding.add(model_input.input_ids, model_input.tokens)
+        self.padding.add(inputs["packed"] or batch)
 
         if with_reference:
             # The pass itself puts the reference's log-probabilities into this place.

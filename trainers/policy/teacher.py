@@ -294,8 +294,7 @@ def teacher_divergence(
     # ZeRO 3 all ranks must run each model.
     inputs = inputs_of(batch, costs)
     if torch.is_grad_enabled():
-        student_input = batch if inputs["packed"] is None else inputs["packed"]
-        policy.padding.add(student_input.input_ids, student_input.tokens)
+        policy.padding.add(inputs["packed"] or batch)
     tokens_of = []
     readings = []
     for index, teacher in enumerate(teachers):
@@ -332,17 +331,16 @@ def teacher_divergence(
 
 def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     """Return the inputs with which student and teacher read a batch, packed into fewer rows where that is cheaper."""
-    inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask, "places": batch.places()}
     if costs is None:
-        return inputs | {"packed": None}
+        return batch.inputs()
     if not costs.masked:
-        return inputs | {"packed": unpad(batch, costs)}
+        return batch.inputs(unpad(batch, costs))
     from ..models.masked_rows import cheapest_rows, pack_sequences, rows_cost
 
     lengths = input_lengths(batch).tolist()
     rows = cheapest_rows(lengths, costs)
     is_cheaper = rows_cost(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
-    return inputs | {"packed": pack_sequences(batch, rows) if is_cheaper else None}
+    return batch.inputs(pack_sequences(batch, rows) if is_cheaper else None)
 
 
 def _first(vocab: int, weight, bias):
