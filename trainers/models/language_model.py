@@ -266,6 +266,24 @@ def prepare_modules(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def prepare_layers(model: Any, config: RunConfig, *, trainable: bool = True):
+    """Have a transformers model recompute, compile and divide what the options say; return its `SequenceParts`."""
+    if trainable and config.gradient_checkpointing:
+        from .checkpointing import checkpoint_activations
+
+        checkpoint_activations(model, config.checkpoint_activations_on)
+    # A frozen model is compiled too, so that a policy which has not moved has its reference's bits.
+    if config.torch_compile:
+        from .compiled import compile_layers
+
+        compile_layers(model)
+    if ranks.sequence_group() is None:
+        return None
+    from .sequences import SequenceParts
+
+    return SequenceParts(model, config.longest_sequence)
+
+
 def read(
     kind: Any,
     name: str,
@@ -363,21 +381,8 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         lm = with_new_adapters(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
     prepare_modules(lm)
-    if trainable and config.gradient_checkpointing:
-        from .checkpointing import checkpoint_activations
-
-        checkpoint_activations(lm, config.checkpoint_activations_on)
-    # A frozen model is compiled too, so that a policy which has not moved has its reference's bits.
-    if config.torch_compile:
-        from .compiled import compile_layers
-
-        compile_layers(lm)
-    sequence_parts = None
-    if ranks.sequence_group() is not None:
-        from .sequences import SequenceParts
-
-        base_lm = lm.get_base_model() if with_adapters else lm
-        sequence_parts = SequenceParts(base_lm, config.longest_sequence)
+    base_lm = lm.get_base_model() if with_adapters else lm
+    sequence_parts = prepare_layers(base_lm, config, trainable=trainable)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     model = LanguageModel(
         lm,

@@ -19,7 +19,7 @@ from ..data.encode import load_tokenizer
 from ..options import ModelConfig, RunConfig
 from . import lora
 from .head import causal_states
-from .language_model import prepare_modules, read, readable, save
+from .language_model import prepare_layers, prepare_modules, read, readable, save
 from .packing import Costs, InRows, pack, padded_states, unpad, unpadded_costs
 
 if TYPE_CHECKING:
@@ -307,19 +307,8 @@ def load_reward_model(
         attn_implementation=config.attn_implementation,
     )
     model = model.to(device)
-    if ranks.sequence_group() is not None:
-        from .sequences import SequenceParts
-
-        model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)
     model.unpadded_costs = unpadded_costs(model.classifier, config.longest_sequence)
-    if config.gradient_checkpointing:
-        from .checkpointing import checkpoint_activations
-
-        checkpoint_activations(model.classifier, config.checkpoint_activations_on)
-    if config.torch_compile:
-        from .compiled import compile_layers
-
-        compile_layers(model.classifier)
+    model.sequence_parts = prepare_layers(model.classifier, config)
     return model
 
 
