@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-from .base.text import InputError, UnknownOptions, escaped
+from .base.text import InputError, InputErrors, escaped
 from .cli import COMMANDS
 
 # TRL's name -> ours. A clause after "; " is for the trainers that have the options in it. A text that does not begin
@@ -127,18 +127,13 @@ def unknown_options_error(
 ) -> InputError:
     """Return the error for names that are no options, all of them at once; `where` says where they stand."""
     names = list(dict.fromkeys(names))
-    if len(names) == 1:
-        return InputError(where + unknown_option_message(names[0], options))
-    lines = [f"{where}{len(names)} unknown options"]
-    lines += [f"--{name}; {suggestion_for(name, options)}" for name in names]
+    named = [f"--{name}; {suggestion_for(name, options)}" for name in names]
+    if len(named) == 1:
+        return InputError(f"{where}unknown option {named[0]}")
+    lines = [f"{where}{len(named)} unknown options", *named]
     if any(name.replace("-", "_") in NAMES for name in names):
         lines.append("docs/from_trl.md has all names of TRL, and how batch sizes and steps convert")
-    return UnknownOptions("\n  ".join(map(escaped, lines)))
-
-
-def unknown_option_message(name: str, options: Collection[str]) -> str:
-    """Return the message for an option that is not one of `options`, with the one that is meant if that is clear."""
-    return f"unknown option --{name}; {suggestion_for(name, options)}"
+    return InputErrors("\n  ".join(map(escaped, lines)))
 
 
 def suggestion_for(name: str, options: Collection[str]) -> str:

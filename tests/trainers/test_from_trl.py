@@ -11,7 +11,7 @@ from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.trl_names import NAMES, unknown_option_message
+from fused_rl.trainers.trl_names import NAMES, unknown_options_error
 from tests.trainers import tiny
 
 OPTIONS = [{*trainer.config_class().model_fields} for trainer in cli.TRAINERS.values()]
@@ -33,8 +33,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
     ],
 )
 def test_a_name_of_trl_is_answered(name, said):
-    message = unknown_option_message(name, grpo.GRPOConfig.model_fields)
-    assert message.startswith(f"unknown option --{name}; {said}")
+    error = unknown_options_error([name], grpo.GRPOConfig.model_fields)
+    assert str(error).startswith(f"unknown option --{name}; {said}")
 
 
 def test_all_unknown_options_are_named_at_once(tmp_path):

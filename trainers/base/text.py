@@ -99,5 +99,5 @@ def import_name_of(function: Callable) -> str:
     return f"{function.__module__}:{name_of(function)}"
 
 
-class UnknownOptions(InputError):
-    """Several names that are no options, each in a line of its own."""
+class InputErrors(InputError):
+    """Several of them; the message is a block of lines, whose parts are escaped."""

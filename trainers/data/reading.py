@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, TypeAlias
 
 from ..base.screen import print_rank0
-from ..base.text import InputError, escaped
+from ..base.text import InputError, InputErrors, escaped
 from ..options import RunConfig
 from .rows import IS_NAME, BadRow, Name, Rows, load_rows
 
@@ -13,12 +13,8 @@ RowsLike: TypeAlias = Name | Iterable[Any] | None
 """Rows in Python: names, tables, or the rows themselves."""
 
 
-class BadRows(InputError):
-    """The rows that end a run; the message is a block of several lines, its parts escaped."""
-
-
 class RowReport(contextlib.AbstractContextManager):
-    """The rows that a run reads, as a context. At its end more bad ones than a share of all raise `BadRows`.
+    """The rows that a run reads, as a context. At its end more bad ones than a share of all raise `InputErrors`.
 
     It also prints which rows are left out, which forms the rows had, and which of their columns were not read.
     """
@@ -60,7 +56,7 @@ class RowReport(contextlib.AbstractContextManager):
         if len(self.bad) == 1:
             raise InputError("; or ".join(filter(None, [str(self.bad[0]), remedy])))
         title = f"{len(self.bad)} of {total} rows cannot be used{remedy and f' ({remedy})'}; the first of each kind:"
-        raise BadRows("\n".join([title, *self._kinds()]))
+        raise InputErrors("\n".join([title, *self._kinds()]))
 
     def _kinds(self) -> list[str]:
         """Return a line for each reason: how many rows it has, and the first of them with what to do."""

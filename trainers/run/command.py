@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 
 from ..base import ranks
 from ..base.screen import print_line
-from ..base.text import InputError, UnknownOptions, escaped
+from ..base.text import InputError, InputErrors, escaped
 from ..cli import program
-from ..data.reading import BadRows
 from ..options import RunConfig
 from .loop import DryRun, Run, Stopped, kept
 from .parse import HelpPrinted, parse
@@ -71,7 +70,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     Run.current = None
     try:
         yield
-    except (BadRows, UnknownOptions) as error:
+    except InputErrors as error:
         # All ranks fail on the same rows and words. A launcher ends the others as soon as one has ended, so they wait
         # until rank 0 has printed the whole block.
         if ranks.process_index() > 0:

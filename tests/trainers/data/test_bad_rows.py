@@ -6,8 +6,8 @@ import re
 import pytest
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.reading import BadRows, RowReport
+from fused_rl.trainers.base.text import InputError, InputErrors
+from fused_rl.trainers.data.reading import RowReport
 from fused_rl.trainers.data.rows import Rows, load_rows
 from tests.tools import forms
 from tests.trainers import runs, tiny
@@ -52,7 +52,7 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
     good = [{"prompt": f"{i}"} | GOOD for i in range(3)]
     path.write_bytes(lines_of(good[:1]) + b"\n" + lines_of([*faults, *good[1:]]) + TORN)
 
-    with pytest.raises(BadRows) as error:
+    with pytest.raises(InputErrors) as error:
         read(trainer, path)
     title, *kinds = str(error.value).splitlines()
     bad = len(faults) + 1
