@@ -171,13 +171,6 @@ class Pattern(BaseScorer):
         return scores
 
 
-class Format(Pattern):
-    """1.0 where the whole response is one <think> and one <answer>, else 0.0."""
-
-    def __init__(self, **common):
-        super().__init__(THINK_THEN_ANSWER, **common)
-
-
 class Length(BaseScorer):
     """The cost of a response of n tokens, its stop token included: -min(1, |n - target| / target)."""
 

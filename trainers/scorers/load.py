@@ -40,7 +40,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact_match": builtin.ExactMatch,
     "exact_match:ignore_case": functools.partial(builtin.ExactMatch, ignore_case=True),
     "regex:<pattern>": builtin.Pattern,
-    "format": builtin.Format,
+    "format": functools.partial(builtin.Pattern, builtin.THINK_THEN_ANSWER),
     "length:<tokens>": builtin.Length,
     f"{REWARD_MODEL}:<folder>": _reward_model,
 }
