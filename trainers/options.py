@@ -118,13 +118,12 @@ class ModelConfig(LoadConfig):
             lambda config: config.checkpoint_activations_on == "device",
             "cannot follow tensors to the CPU: leave out checkpoint_activations_on=cpu",
         ),
+        Requirement(
+            "head_dtype",
+            lambda config: config.loss_from == "linear" or config.head_dtype == "auto",
+            "has no meaning with loss_from=logits: leave it out, or choose --loss_from linear",
+        ),
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.loss_from == "logits" and self.head_dtype != "auto":
-            problem = f"head_dtype={self.head_dtype} has no meaning with loss_from=logits"
-            raise InputError(f"{problem}: leave it out, or choose --loss_from linear")
 
 
 NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"
