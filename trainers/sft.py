@@ -9,7 +9,7 @@ sampled responses, which `fused-rl eval` measures.
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -162,11 +162,8 @@ def micro_batches(
 
     micro_batches = []
     for indices in chosen:
-        group = [examples[i] for i in indices]
-        prompts = [example.prompt for example in group]
-        completions = [example.completion for example in group]
-        where = [example.where for example in group]
-        trained = [example.trained for example in group]
+        columns: Any = zip(*(examples[i] for i in indices), strict=True)
+        prompts, completions, where, trained = columns  # as in `Example`
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
         micro_batches.append(PackedBatch(batch, None if pack is None else pack(batch)))
     return micro_batches
