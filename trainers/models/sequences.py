@@ -152,14 +152,11 @@ class SequenceParts:
         if self.calls < text.num_hidden_layers:
             return f"{name} has layers in which tokens meet outside of attention"
         difference = relative_difference(states_of_parts, states.flatten(0, 1)[mine])
-        if self._largest(difference) > 1:
+        largest = difference.cpu()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        if largest > 1:
             return f"{name} computes other states from parts of a sequence than from the whole"
         return None
-
-    def _largest(self, value: torch.Tensor) -> float:
-        value = value.cpu()
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        return value.item()
 
     def attention(self, module, query, key, value, **options) -> Any:
         """Attention of this process's heads over whole sequences; pads are at the end, so that no mask is needed."""
