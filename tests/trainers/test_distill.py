@@ -1,5 +1,6 @@
 """Distillation: its loss and gradient in fp64, its teachers, which rows are sampled."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,12 +189,13 @@ def test_heads_with_biases_and_of_other_sizes_are_compared(folder, tmp_path, bey
     hidden, states = torch.randn(5, 4), torch.randn(5, 6)
     config = distill_config(folder, tmp_path, distill_temperature=0.7)
     lm = SimpleNamespace(head=student, softcap=None, head_dtype=None, head_temperature=1.5)
+    lm.head_options = functools.partial(LanguageModel.head_options, lm)
     head = teacher.weight.detach(), teacher.bias.detach()
     found = Teacher(None, head, True).compare(config, lm, hidden, torch.arange(5), states)
     own, other = student(hidden)[:, :9], teacher(states)
     p, q = (torch.softmax(x.double() / 0.7 / 1.5, -1) for x in (own, other))
-    torch.testing.assert_close(found["kl_of_tokens"].double(), (p * (p / q).log()).sum(-1))
-    assert found["agrees"] == (own.argmax(-1) == other.argmax(-1)).sum()
+    torch.testing.assert_close(found.kl.double(), (p * (p / q).log()).sum(-1))
+    assert found.agrees.sum() == (own.argmax(-1) == other.argmax(-1)).sum()
 
 
 def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
@@ -231,7 +233,7 @@ def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
             continue
         teacher = load_teachers(config, policy)[""]
         states, ids = torch.randn(3, 16), torch.arange(3)
-        kl = teacher.compare(config, student, states, ids, states)["kl_of_tokens"]
+        kl = teacher.compare(config, student, states, ids, states).kl
         p = (lm.lm_head(states).double() / 3).softmax(-1)
         q = (teacher.model.head(states).double() / 12).softmax(-1)
         torch.testing.assert_close(kl.double(), (p * (p / q).log()).sum(-1), atol=1e-6, rtol=1e-4)

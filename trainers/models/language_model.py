@@ -143,7 +143,7 @@ class LanguageModel(nn.Module):
             weights = [tensor.flatten()[places] for tensor in per_token]
             if reference is not None:
                 weights.append(found["ref_logprobs"])
-            options = self._head_options(temperature)
+            options = self.head_options(temperature)
             operands = states, self.head.weight, targets
             rows = fused_rl.linear_token_loss(
                 *operands, token_loss, *weights, visit=visit, **options
@@ -205,11 +205,11 @@ class LanguageModel(nn.Module):
             return fused_rl.token_logprobs(
                 states, targets, temperature=temperature, support=support
             )
-        options = self._head_options(temperature)
+        options = self.head_options(temperature)
         operands = states, self.head.weight, targets
         return fused_rl.linear_token_logprobs(*operands, support=support, visit=visit, **options)
 
-    def _head_options(self, temperature: float) -> dict[str, Any]:
+    def head_options(self, temperature: float) -> dict[str, Any]:
         """Return how the head makes logits, for the functions of hidden states."""
         return {
             "bias": self.head.bias,

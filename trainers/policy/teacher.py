@@ -40,6 +40,17 @@ class TeacherOptions(Protocol):
     def teachers(self) -> dict[str, str]: ...
 
 
+class Comparison(NamedTuple):
+    """What a student and a teacher have in common at N tokens, n of which are compared by their likeliest tokens."""
+
+    kl: torch.Tensor
+    """(N,) the divergence in nats, differentiable."""
+    agrees: torch.Tensor
+    """(n,) bool: student and teacher have the same likeliest token."""
+    mass: torch.Tensor
+    """(n,) the teacher's probability that the comparison uses."""
+
+
 class Teacher(NamedTuple):
     """A frozen model in this process."""
 
@@ -58,8 +69,8 @@ class Teacher(NamedTuple):
 
     def compare(
         self, config: TeacherOptions, student, student_hidden, compared, states
-    ) -> dict[str, torch.Tensor]:
-        """Return sums of the divergence and of metrics over N tokens, and the divergence of each one.
+    ) -> Comparison:
+        """Compare student and teacher at N tokens.
 
         Args:
             config: the options, such as `direction` and `distill_temperature`.
@@ -67,37 +78,24 @@ class Teacher(NamedTuple):
             student_hidden: (N, H) its hidden states.
             compared: (n,) int64, the indices of the tokens at which the likeliest tokens are compared.
             states: (N, H') hidden states of the teacher, from `read`.
-
-        Returns:
-            kl: the sum of the divergence in nats, differentiable.
-            agrees: how often student and teacher have the same likeliest token, of the n `compared`.
-            mass: the sum of the teacher's probability that the comparison uses, which is n.
-            kl_of_tokens: (N,) nats, detached.
         """
         # Heads may be padded to different numbers of rows; the rows that both have are compared.
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         likeliest = _likeliest(student_hidden[compared], weight, bias)
         agrees = likeliest == _likeliest(states[compared], *self.head)
         # The op works in tiles of tokens, so the logits of neither model exist as a whole.
+        options = student.head_options(config.distill_temperature) | {"bias": bias}
         kl = fused_rl.linear_token_kl(
             student_hidden,
             weight,
             states,
             self.head[0],
-            bias=bias,
             ref_bias=self.head[1],
-            temperature=config.distill_temperature * student.head_temperature,
-            softcap=student.softcap,
-            logits_dtype=student.head_dtype,
             direction=config.direction,
             jsd_beta=config.jsd_beta,
+            **options,
         )
-        return {
-            "kl": kl.sum(),
-            "agrees": agrees.sum(),
-            "mass": torch.ones_like(agrees).sum(),
-            "kl_of_tokens": kl.detach(),
-        }
+        return Comparison(kl, agrees, torch.ones_like(agrees))
 
 
 class ServedTeacher(NamedTuple):
@@ -150,30 +148,18 @@ class ServedTeacher(NamedTuple):
 
     def compare(
         self, config: TeacherOptions, student, student_hidden, compared, ids, ref_logprobs
-    ) -> dict[str, torch.Tensor]:
+    ) -> Comparison:
         """Return what `Teacher.compare` returns, with all tokens but the teacher's K likeliest as one outcome.
 
         `ids` and `ref_logprobs` (N, K) are from `read`; `mass` is the probability of the K tokens.
         """
         weight, bias = student.head.weight, student.head.bias
-        scored = fused_rl.linear_token_logprobs(
-            student_hidden,
-            weight,
-            ids,
-            bias=bias,
-            temperature=student.head_temperature,
-            softcap=student.softcap,
-            logits_dtype=student.head_dtype,
-        )
+        options = student.head_options(1.0)
+        scored = fused_rl.linear_token_logprobs(student_hidden, weight, ids, **options)
         # A sum over the K tokens alone could be negative, so all other tokens together are one more outcome.
         kl = fused_rl.topk_kl(scored.logprobs, ref_logprobs, direction=config.direction)
         agrees = _likeliest(student_hidden[compared], weight, bias) == ids[compared, 0]
-        return {
-            "kl": kl.sum(),
-            "agrees": agrees.sum(),
-            "mass": ref_logprobs[compared].exp().sum(),
-            "kl_of_tokens": kl.detach(),
-        }
+        return Comparison(kl, agrees, ref_logprobs[compared].exp())
 
 
 def load_teachers(config: TeacherOptions, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
@@ -280,7 +266,7 @@ def teacher_divergence(
         teacher_of: (b,) int64, the number of each sequence's teacher in that list.
 
     Returns:
-        The sums of `Teacher.compare` by name, of which `kl` (nats) is differentiable; `compared`, the number of tokens
+        The sums of a `Comparison` by name, of which `kl` (nats) is differentiable; `compared`, the number of tokens
         at which the likeliest tokens are compared; and `kl_of_sequences` (b,) fp64, the divergence of each sequence in
         nats, detached.
     """
@@ -318,12 +304,13 @@ def teacher_divergence(
             if len(teachers) > 1:
                 student_hidden = hidden[on_device(tokens, policy.device)]
             places = on_device(compared[tokens].nonzero()[:, 0], policy.device)
-            teacher_sums = teacher.compare(policy.config, student, student_hidden, places, *reading)
+            compared_to = teacher.compare(policy.config, student, student_hidden, places, *reading)
             sequences = on_device(row[tokens], policy.device)
-            sequence_kl.index_add_(0, sequences, teacher_sums.pop("kl_of_tokens").double())
-            sums.append(teacher_sums)
-        total = {name: sum(terms[name] for terms in sums) for name in sums[0]}
-        return total | {"kl_of_sequences": sequence_kl}
+            sequence_kl.index_add_(0, sequences, compared_to.kl.detach().double())
+            sums.append([values.sum() for values in compared_to])
+        totals = map(sum, zip(*sums, strict=True))
+        named: dict[str, Any] = dict(zip(Comparison._fields, totals, strict=True))
+        return named | {"kl_of_sequences": sequence_kl}
 
     sums = policy.model(**inputs, under_head=compare_under_head)
     return sums | {"compared": compared.sum().to(policy.device, non_blocking=True)}
