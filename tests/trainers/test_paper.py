@@ -9,6 +9,7 @@ import torch
 from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.run import dry_run
 from fused_rl.trainers.run.loop import DryRun, Run
 from tests.lazy import transformers
@@ -91,7 +92,8 @@ def test_a_run_of_7b_takes_what_its_page_says(processes, options, total, monkeyp
     lengths = {"max_prompt_length": 1024, "max_new_tokens": 1024, "micro_batch_size": 4}
     given = {"dtype": "bfloat16", "server": "http://127.0.0.1:9"} | lengths | options
     run = tiny.config_of("grpo", "m", "rows.jsonl", "run", **GRPO | given)
-    needed = dry_run.on_paper(run, [types.SimpleNamespace(module=policy)])
+    shell = types.SimpleNamespace(module=LanguageModel(policy, "logits"))
+    needed = dry_run.on_paper(run, [shell])
     assert sum(needed.values()) / 2**30 == pytest.approx(total, rel=0.02)
     del reference
 

@@ -34,8 +34,6 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
     save of a micro-batch, or the keys and values of what is sampled together. Loading takes no more. Not counted is the
     workspace of the loss, which is chosen by what is free; weights in 4 bits count as whole ones.
     """
-    from transformers import PreTrainedModel
-
     stage, count = engine.effective_zero_stage(config), ranks.processes()
     part = 0 if config.offload else 1 / count
     share = [part if stage >= divides_from else 1 for divides_from in range(4)]
@@ -47,9 +45,7 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
         trained += sum(p.numel() for p in model.module.parameters() if p.requires_grad)
 
     # Bytes of a token: of its key and value in a layer, and what the layer saves, in which norms are in fp32.
-    modules = engines[0].module.modules()
-    lm = next(module for module in modules if isinstance(module, PreTrainedModel))
-    text = lm.config.get_text_config()
+    text = engines[0].module.base.config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
     width = element * (getattr(text, "head_dim", None) or hidden // heads)
     past = 2 * width * getattr(text, "num_key_value_heads", heads)
