@@ -9,12 +9,10 @@ from .ranks import process_index
 from .text import escaped
 
 
-def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
-    """Print lines at once; control characters are escaped, unless a program reads the text `as_is`."""
-    if not as_is:
-        lines = tuple(escaped(line, keep="\n") for line in lines)
+def print_line(*lines: str, to_errors: bool = False) -> None:
+    """Print lines at once, with control characters escaped."""
+    text = "\n".join(escaped(line, keep="\n") for line in lines)
     # Flushed, so that lines of several processes and of a redirected stdout keep their order.
-    text = "\n".join(lines)
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
 
 
