@@ -195,7 +195,14 @@ class TransformersSampler(Sampler):
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or None,
         }
-        watch = _Watch(len(prompts), self.lm.device)
+        broken = torch.zeros(len(prompts), dtype=torch.bool, device=self.lm.device)
+
+        def note_broken(_, scores: torch.Tensor) -> torch.Tensor:
+            """Note which rows have logits that are NaN or infinite, and return others, which can be sampled from."""
+            bad = ~scores.amax(-1).isfinite()
+            broken.logical_or_(bad)
+            return torch.where(bad[:, None], 0, scores)
+
         options = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop_ids),
@@ -209,13 +216,12 @@ class TransformersSampler(Sampler):
         output = self.lm.generate(
             input_ids=input_ids,
             attention_mask=mask,
-            logits_processor=LogitsProcessorList([watch]),
+            logits_processor=LogitsProcessorList([note_broken]),
             generation_config=options,
             synced_gpus=self.synced_gpus,
         )
         tokens = output.sequences[:, input_ids.shape[1] :].cpu()
         responses = until_stop(tokens, sampling.stop_ids)
-        broken = watch.broken
         if not sampling.truncates or broken.any():
             return Sampled(responses, None, broken)
 
@@ -507,18 +513,6 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
     largest_quantile = total.nextafter(torch.zeros_like(total))
     below = torch.minimum(quantile * total, largest_quantile)
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
-
-
-class _Watch:
-    """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can sample from."""
-
-    def __init__(self, count: int, device: torch.device):
-        self.broken = torch.zeros(count, dtype=torch.bool, device=device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        bad = ~scores.amax(-1).isfinite()
-        self.broken = bad | self.broken
-        return torch.where(bad[:, None], 0, scores)
 
 
 def _left_padded(
