@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +59,16 @@ Make = Callable[[list[list[int]], Any, Rows, int], Any]
 """(ids, beside, rows, index of the row) -> the trainer's example."""
 
 
+@dataclass(eq=False)
 class Examples(Sequence[Any]):
     """Examples of one kind in the order of their rows."""
 
-    def __init__(self, rows: Rows, table: datasets.Dataset, make: Make, places: numpy.ndarray):
-        """Take the table of `FEATURES` and the places in it that are examples."""
-        self.rows = rows
-        self.table = table
-        self.make = make
-        self.places = places
+    rows: Rows
+    table: datasets.Dataset
+    """Of `FEATURES`."""
+    make: Make
+    places: numpy.ndarray
+    """Those of the examples in the table."""
 
     def __len__(self) -> int:
         return len(self.places)
