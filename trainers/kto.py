@@ -113,8 +113,7 @@ def measure(
 ) -> torch.Tensor:
     """Return log pi (N, 1) in nats of the rows' responses of a kind, over all ranks; options as of `logprobs_of`."""
     sequences = [(getattr(row, kind),) for row in rows]
-    size, tokens = config.micro_batch_size, config.micro_batch_tokens
-    assert size is not None  # resolved
+    size, tokens = config.sequences_at_once, config.micro_batch_tokens
     logprobs = logprobs_of(model, sequences, size, tokens=tokens, **options)
     check_finite(logprobs, [row.where for row in rows])
     return logprobs

@@ -24,12 +24,12 @@ from .data.forms import RowReader
 from .data.micro_batches import (
     Padding,
     as_many_on_all_ranks,
-    by_tokens,
 )
 from .data.reading import RowsLike
 from .data.rows import Rows
 from .models import language_model
-from .models.packing import Costs, InRows, packing_costs, tokens_by, unpad
+from .models.packing import Costs, InRows, packing_costs, unpad
+from .models.scoring import by_length
 from .options import MAIN, EngineConfig, RunConfig
 from .run import command
 from .run.hooks import OnStep
@@ -142,12 +142,7 @@ def micro_batches(
     tokens = [example.tokens() for example in examples]
     indices = list(range(len(examples)))
     max_tokens = config.micro_batch_tokens
-    if max_tokens is None:
-        size = config.micro_batch_size
-        assert size is not None  # resolved
-        chosen = [indices[begin : begin + size] for begin in range(0, len(examples), size)]
-    else:
-        chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), max_tokens)
+    chosen = by_length(indices, tokens, config.micro_batch_size, max_tokens, costs)
 
     # Packed: one row without pads, or long and short ones together in rows under a mask.
     pack = None if costs is None else functools.partial(unpad, costs=costs)

@@ -21,6 +21,7 @@ from . import lora
 from .head import causal_states
 from .language_model import prepare_layers, prepare_modules, read, readable, save
 from .packing import Costs, InRows, pack, padded_states, unpad, unpadded_costs
+from .scoring import by_length
 
 if TYPE_CHECKING:
     from .sequences import SequenceParts
@@ -374,8 +375,8 @@ class RewardScorer:
         # In order of length, so that a batch has little padding.
         device = next(self.model.parameters()).device
         sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        lengths = [*map(len, sequences)]
+        batches = by_length(range(len(sequences)), lengths, self.batch_size)
         scores = torch.zeros(len(sequences))
         for indices in batches:
             scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()

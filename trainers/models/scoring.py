@@ -22,9 +22,9 @@ def load_to_score(config: RunConfig, device: torch.device) -> LanguageModel:
 
 
 def by_length(
-    indices: list[int],
+    indices: Sequence[int],
     lengths: Sequence[int],
-    size: int,
+    size: int | None,
     tokens: int | None = None,
     costs: Costs | None = None,
 ) -> list[list[int]]:
@@ -33,6 +33,7 @@ def by_length(
     """
     if tokens is not None:
         return by_tokens([[i] for i in indices], tokens_by(lengths, costs), tokens)
+    assert size is not None  # resolved
     ordered = sorted(indices, key=lambda i: lengths[i])
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
