@@ -236,12 +236,12 @@ def _connect_teacher(config: TeacherOptions, url: str, policy: Policy) -> Served
         return ServedTeacher(http, url, "", config.teacher_top_k)  # no server is asked
     print_rank0(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.
-    (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
+    answer = http.ask("GET", f"{url}/v1/models", tries=float("inf"))
     try:
         name = answer["data"][0]["id"]
         # Sequences are sent as token ids, which mean other text to another tokenizer.
         body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
-        (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
+        answer = http.ask("POST", f"{url}/tokenize", body)
         tokens = answer["tokens"]
     except (KeyError, IndexError, TypeError) as error:
         raise InputError(

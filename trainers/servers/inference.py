@@ -69,6 +69,10 @@ class Http:
 
         return asyncio.run_coroutine_threadsafe(gather_all(), self.loop).result()
 
+    def ask(self, method: str, url: str, body: dict | None = None, **options) -> Any:
+        """Return what one `call` returns."""
+        return self.run([self.call(method, url, body, **options)])[0]
+
     async def call(self, method: str, url: str, body: dict | None = None, *, tries: float = TRIES):
         """Return the JSON of an answer; None if it is empty. After HTTP 503 repeat until `timeout` has passed."""
         async with self.slots:

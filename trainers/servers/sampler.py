@@ -26,7 +26,7 @@ def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
     A server that `sleeps` during training may be asleep: it wakes at the first publication.
     """
     url = url.rstrip("/")
-    (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=math.inf)])
+    answer = http.ask("GET", f"{url}/v1/models", tries=math.inf)
     try:
         card = answer["data"][0]
         kind = {"vllm": VLLM, "sglang": SGLang}[card["owned_by"]]
@@ -34,11 +34,11 @@ def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
     except Exception as error:
         came = f"GET /v1/models answered {one_line(answer)}"
         raise InputError(f"server {url} is neither vLLM nor SGLang: {came}") from error
-    http.run([http.call("GET", url + server.ready, tries=math.inf)])
+    http.ask("GET", url + server.ready, tries=math.inf)
     if server.is_paused is None:
         return server
     try:
-        (state,) = http.run([http.call("GET", url + server.is_paused)])
+        state = http.ask("GET", url + server.is_paused)
     except HttpError as error:
         if error.status != 404:
             raise
@@ -69,8 +69,7 @@ def check_sleeps(server: Server) -> None:
 
 def vllm_config(server: Server) -> dict:
     """Return how a vLLM server was started. A release that says nothing of a part may do anything there."""
-    url = f"{server.url}/server_info?config_format=json"
-    (answer,) = server.http.run([server.http.call("GET", url)])
+    answer = server.http.ask("GET", f"{server.url}/server_info?config_format=json")
     empty: dict = {"model_config": {}, "device_config": {}, "weight_transfer_config": None}
     return empty | answer.get("vllm_config", {})
 
