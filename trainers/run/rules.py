@@ -64,7 +64,9 @@ class Watch:
         for rule in RULES:
             for key in filter(re.compile(rule.keys).fullmatch, now):
                 values = self.values[key]
-                latest = self.mean(key, rule.steps)
+                # NaN if there are fewer, or one of them is NaN.
+                window = values[-rule.steps :]
+                latest = mean(window) if len(window) == rule.steps else math.nan
                 is_excused = rule.unless is not None and rule.unless(self)
                 if rule.name in self.reports or is_excused:
                     continue
@@ -104,11 +106,6 @@ class Watch:
                     advice = f"perhaps because of {cause}"
                 lines[name] = f"step {step}: {name}: {seen}; {advice} (docs/doctor.md#{name})"
         return lines
-
-    def mean(self, key: str, count: int) -> float:
-        """Return the mean of the last `count` values of a metric; NaN if there are fewer, or one of them is NaN."""
-        values = self.values.get(key, [])[-count:]
-        return mean(values) if len(values) == count else math.nan
 
     @property
     def held_out(self) -> Change | None:
