@@ -39,11 +39,7 @@ from .models.reward_model import (
     pack_pairs,
     save_reward_model,
 )
-from .models.scoring import (
-    chosen_is_higher,
-    gather_scores,
-    score_all,
-)
+from .models.scoring import chosen_is_higher, score_all
 from .run import command
 from .run.hooks import OnStep
 from .run.loop import Run
@@ -152,7 +148,7 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
     share_scores = scorer.unchecked(
         [prompt for prompt, _ in sides], [response for _, response in sides]
     )
-    scores = gather_scores(share_scores.view(2, -1).T, share, len(pairs))
+    scores = ranks.gather_share(share_scores.view(2, -1).T, share, len(pairs))
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 

@@ -252,10 +252,17 @@ def gather_rows(values: torch.Tensor) -> torch.Tensor:
 
     The ranks have equally many rows, or the last of them one less.
     """
-    values = values.detach().double().cpu()
     total = int(global_sum(torch.tensor(len(values))).item())
-    rows = torch.zeros(total, *values.shape[1:], dtype=torch.float64)
-    rows[rank() :: world_size()] = values
+    return gather_share(values, list(range(rank(), total, world_size())), total)
+
+
+def gather_share(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
+    """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
+    rows = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
+    rows[indices] = values.detach().double().cpu()
+    if rank() > 0:
+        # The first item is rank 0's; in another share it only fills up.
+        rows[:1] = 0
     return global_sum(rows)
 
 

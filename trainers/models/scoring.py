@@ -38,16 +38,6 @@ def by_length(
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-def gather_scores(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
-    """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
-    scores = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
-    scores[indices] = values.detach().cpu().double()
-    if ranks.rank() > 0 and count % ranks.world_size():
-        # The first item is rank 0's; here it only filled up the share.
-        scores[0] = 0
-    return ranks.global_sum(scores)
-
-
 def score_all(
     lengths: Sequence[int],
     size: int,
@@ -74,7 +64,7 @@ def score_all(
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.
-    return gather_scores(torch.cat(values), sum(micro_batches, []), len(lengths))
+    return ranks.gather_share(torch.cat(values), sum(micro_batches, []), len(lengths))
 
 
 def logprobs_of(
