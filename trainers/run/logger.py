@@ -194,7 +194,7 @@ def read_metrics(path: Path) -> list[dict]:
     return entries
 
 
-def rows_by_step(entries: list[dict]) -> dict[int, dict]:
+def rows_by_step(entries: list[dict]) -> dict[int, Any]:
     """Return the entries of a held_out.jsonl by their step, which is removed from the entries."""
     return {entry.pop("step"): entry for entry in entries}
 
@@ -223,7 +223,7 @@ def columns_of(metrics: Mapping[str, float]) -> str:
 
 
 def draw_curves(
-    history: list[dict], path: Path, by_row: Mapping[int, ByRow] = EMPTY, title: str = ""
+    history: list[dict], path: Path, by_row: Mapping[Any, ByRow] = EMPTY, title: str = ""
 ) -> None:
     """Write a PNG of the curves, with one panel per title in `METRICS`: a running mean over the single steps.
 
