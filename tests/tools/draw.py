@@ -46,6 +46,8 @@ FORGETTABLE = {
     "float",
 }
 FORGETTABLE |= {"flatten", "lower", "masked_fill", "strip", "square", "sqrt", "to", "unsqueeze"}
+# They change no value; None is `**options`.
+HARMLESS_KEYWORDS = {"desc", "frozen", "num_stages", "num_warps", "strict", "timeout", None}
 MODULES = {"tl", "torch", "math"}
 TYPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "map", "filter"}
 TWINS = {"min": "max", "sum": "mean", "any": "all", "minimum": "maximum", "amin": "amax"}
@@ -274,7 +276,7 @@ class _Places(ast.NodeVisitor):
         if name in MESSAGES:
             return
         is_method = isinstance(node.func, ast.Attribute)
-        if name in TWINS:
+        if name in TWINS and (is_method or name != "sum"):  # Python has no mean
             begin = self.span(node.func)[1] - len(name.encode())
             self.between("twin", begin, self.span(node.func)[1], TWINS[name])
         of = is_method and self.text(node.func.value)
@@ -290,7 +292,7 @@ class _Places(ast.NodeVisitor):
             self.add("edge", node.args[-1], f"({self.text(node.args[-1])}) - 1")
         arguments = [*node.args, *node.keywords]
         for keyword in node.keywords:
-            if keyword.arg not in (None, "frozen") and self.optional(keyword.arg):
+            if keyword.arg not in HARMLESS_KEYWORDS and self.optional(keyword.arg):
                 self.without("keyword", arguments, keyword)
             if keyword.arg in ("dim", "axis") and self.text(keyword.value) in ("-1", "0", "1"):
                 self.add("dim", keyword.value, "-1" if self.text(keyword.value) == "0" else "0")
@@ -298,7 +300,9 @@ class _Places(ast.NodeVisitor):
             key = getattr(node.args[0], "value", None)
             if isinstance(key, str):
                 self.add("key", node.args[0], repr(key + "_"))
-        self.generic_visit(node)
+        for part in [node.func, *node.args, *node.keywords]:
+            if getattr(part, "arg", "") not in HARMLESS_KEYWORDS:
+                self.visit(part)
 
     def visit_Dict(self, node):
         for key in node.keys:
