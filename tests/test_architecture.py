@@ -64,6 +64,7 @@ SATELLITES = {
     "policy.signal": "an evaluation before training",
     "rollouts.lag": "--lag",
     "rollouts.mismatch": "a sampler that reports log-probabilities",
+    "rollouts.tools": "--tools and --environment",
     "models.adapters": "--lora_rank, or a model that was saved as adapters",
     "models.checkpointing": "--gradient_checkpointing",
     "models.compiled": "--torch_compile",

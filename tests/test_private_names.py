@@ -46,10 +46,12 @@ SUBMODULES = {
     "transformers.modeling_layers": f"torch_compile finds the layers by their class; {STOPS}",
     "transformers.masking_utils": "padded passes do not wait; without its function they wait, with the same result",
     "transformers.modeling_utils": f"attention of parts of sequences; {STOPS}",
+    "transformers.utils.chat_template_utils": f"schemas of tools; {STOPS}",
     "transformers.utils.hub": f"files of a model in the cache of the Hub; {STOPS}",
     "transformers.utils.peft_utils": f"whether a name holds adapters; {STOPS}",
     "triton.language": "the language, documented",
     "triton.runtime": f"the device's properties; {STOPS}",
+    "trl.chat_template_utils": f"how calls of a chat template are read; {STOPS}",
     "trl.trainer.utils": "patch() checks the release of TRL",
     "verl.utils": "patch() checks verl's release",
 }

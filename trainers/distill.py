@@ -35,7 +35,7 @@ from .policy.balance import deal
 from .policy.evaluate import evaluate
 from .policy.options import ScoredRunConfig
 from .policy.policy import Policy
-from .policy.setup import SamplerFactory, read_inputs
+from .policy.setup import EnvironmentFactory, SamplerFactory, ToolsLike, read_inputs
 from .policy.teacher import (
     is_url,
     load_teachers,
@@ -296,6 +296,8 @@ def train(
     scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
+    tools: ToolsLike = None,
+    environment_factory: EnvironmentFactory = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
@@ -306,7 +308,9 @@ def train(
         if not is_url(model)
     }
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, models, on_step)
+    inputs = read_inputs(
+        config, batch_plan, rows, scorers, sampler, models, on_step, tools, environment_factory
+    )
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     # There is no reference, because the student is compared with the teacher.
     policy = inputs.load_policy(

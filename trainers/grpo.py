@@ -12,7 +12,7 @@ Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_
     aggregation  objectives/aggregation.py  1/B sum_i 1/n_i sum_t (l_it + kl_coef k_it)             (LOSS_AGGS)
     presets      objectives/presets.py      the same five of dr_grpo, dapo, rloo, gspo, …           (PRESETS)
 
-docs/trainers/grpo.md says what each option does. Left out: tools.
+docs/trainers/grpo.md says what each option does.
 """
 
 import functools
@@ -55,8 +55,10 @@ from .policy.policy import (
     with_entropy_threshold,
 )
 from .policy.setup import (
+    EnvironmentFactory,
     RowsLike,
     SamplerFactory,
+    ToolsLike,
     read_inputs,
     rollout_batch_plan,
 )
@@ -329,11 +331,15 @@ def train(
     scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
+    tools: ToolsLike = None,
+    environment_factory: EnvironmentFactory = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, on_step=on_step)
+    inputs = read_inputs(
+        config, batch_plan, rows, scorers, sampler, {}, on_step, tools, environment_factory
+    )
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
     policy = inputs.load_policy(

@@ -50,8 +50,10 @@ from .policy.policy import (
     with_entropy_threshold,
 )
 from .policy.setup import (
+    EnvironmentFactory,
     RowsLike,
     SamplerFactory,
+    ToolsLike,
     read_inputs,
     rollout_batch_plan,
 )
@@ -272,13 +274,17 @@ def train(
     scorers: ScorersLike = None,
     sampler: SamplerFactory | None = None,
     on_step: OnStep | None = None,
+    tools: ToolsLike = None,
+    environment_factory: EnvironmentFactory = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = config.planned()
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, batch_plan, rows, scorers, sampler, critics, on_step)
+    inputs = read_inputs(
+        config, batch_plan, rows, scorers, sampler, critics, on_step, tools, environment_factory
+    )
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     critic = load_critic(config, inputs.tokenizer, run.device, inputs.updates)
     policy = inputs.load_policy(frozen=config.critic_only > 0)

@@ -6,47 +6,13 @@ import pytest
 
 from fused_rl import TokenSupport
 from fused_rl.recipes import demo
-from fused_rl.recipes import tool as tool_recipe
 from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, after_turn, of_turn
 from tests.trainers.steps import EOS
 
 # The recipe.
-
-
-class Scripted:
-    """A built sampler that says what is next in a list."""
-
-    reports_logprobs, records_support = False, False
-
-    def __init__(self, tokenizer, turns):
-        self.tokenizer, self.turns, self.prompts = tokenizer, turns, []
-
-    def sample(self, prompts, sampling):
-        self.prompts += prompts
-        said = [self.turns.pop(0) for _ in prompts]
-        ids = [self.tokenizer(text, add_special_tokens=False).input_ids for text in said]
-        return [Response([*each, self.tokenizer.eos_token_id], "stop") for each in ids]
-
-
-def test_the_calculator_answers_calls_and_nothing_else(tmp_path):
-    tool_recipe.prepare(tmp_path, 1)
-    tokenizer = encode.load_tokenizer(str(tmp_path / "init"))
-    built = Scripted(tokenizer, ["43", "calc 17 + 26", "calc 17 +", "43"])
-    sampler = tool_recipe.Calculator(built, tokenizer)
-    guess, call, broken = sampler.sample([[1], [2], [3]], Sampling(1.0, 36, (EOS,)))
-    assert all(guess.trained) and all(broken.trained) and len(built.prompts) == 4
-    text = tokenizer.decode(call.ids)
-    assert text == "calc 17 + 26<eos><tool>43<assistant>43<eos>"
-    assert tokenizer.decode(call.sampled(call.ids)) == "calc 17 + 26<eos>43<eos>"
-    answer = tokenizer("43", add_special_tokens=False).input_ids
-    assert built.prompts[3] + [*answer, tokenizer.eos_token_id] == [2, *call.ids]
-    row = {"answer": "43"}
-    assert tool_recipe.right(text.removesuffix("<eos>"), row) == 1
-    assert tool_recipe.right("calc 17 + 26<eos><tool>43<assistant>44", row) == 0
 
 
 @pytest.mark.slow

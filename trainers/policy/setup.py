@@ -45,6 +45,8 @@ WHEN_OFF = {  # what happens without an option, for the message that says why th
 }
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
+ToolsLike = Sequence[Callable] | None
+EnvironmentFactory = Callable | Mapping[str, Callable] | None
 
 
 def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
@@ -183,6 +185,8 @@ def read_inputs(
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
     on_step: OnStep | None = None,
+    tools: ToolsLike = None,
+    environment: EnvironmentFactory = None,
 ) -> Inputs[Config]:
     """Begin a run, read all but its models, and compare that with the other processes and with a resumed run.
 
@@ -194,8 +198,18 @@ def read_inputs(
         sampler: a sampler from Python.
         models: the models that the run reads beside those of the config, by option.
         on_step: the hook, if it comes from Python.
+        tools: functions from Python that the policy may call.
+        environment: what makes the environments of responses, by their names if rows choose one.
     """
     config = with_scorers(config, scorers)
+    if tools or environment or config.tools or config.environment:
+        from ..rollouts.tools import ToolSampler
+
+        if sampler is not None:
+            raise InputError("sampler and tools are both given; give one of them")
+        sampler = ToolSampler(config, tools, environment)
+        config = sampler.config
+        rows = sampler.rows(*rows)
     run = Run(config, batch_plan, on_step)
     with phase("read tokenizer, scorers and rows"), RowReport(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)

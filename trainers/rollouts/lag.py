@@ -72,19 +72,18 @@ class LaggedSampler(Sampler):
         # Of this step and the `lag` next ones: usually only the last of them is missing, and all of them in a new run.
         missing = []
         for later_step in range(step, min(step + self.lag, last) + 1):
-            prompts = []
+            rows = []
             for prompt in prompts_of(later_step - step):
-                prompts += [prompt.ids] * copies
+                rows += [prompt] * copies
 
             # Of processes that hold parts of the same sequences each samples its own.
-            count, mine = len(prompts), ranks.my_items(len(prompts))
-            prompts = [prompts[i] for i in mine]
+            mine = ranks.my_items(len(rows))
+            prompts = [rows[i].ids for i in mine]
             # What a checkpoint holds is sampled again if the rows have changed since.
             if later_step not in self.pending or self.pending[later_step].prompts != prompts:
                 self.pending[later_step] = Pending(self.published, prompts)
-                sampling = sampling_of(count)
-                seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
-                missing.append((self.pending[later_step], replace(sampling, seeds=seeds)))
+                sampling = replace(sampling_of(len(rows)), prompts=tuple(rows)).select(mine)
+                missing.append((self.pending[later_step], sampling))
         self.step_to_take = step
         if missing:
             name = f"rollouts from step {step} on"
@@ -96,7 +95,11 @@ class LaggedSampler(Sampler):
         for pending, sampling in missing:
             try:
                 copies = [list(ids) for ids in pending.prompts]  # for a sampler to change
-                pending.responses.set_result(sampled_by(self.built, copies, sampling))
+                responses = sampled_by(self.built, copies, sampling)
+                # The next rollout plays in it; and a checkpoint cannot hold it.
+                for response in responses:
+                    response.extra.pop("environments", None)
+                pending.responses.set_result(responses)
             except BaseException as error:
                 pending.responses.set_exception(error)
 

@@ -122,6 +122,7 @@ def roll_out(
     # which it may change.
     began = time.monotonic()
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
+    sampling = replace(sampling, prompts=tuple(prompts))
     try:
         responses = _sampled(sampler, [list(prompt.ids) for prompt in prompts], sampling, device)
     except NoDistribution as error:
@@ -145,7 +146,8 @@ def roll_out(
     texts = tokenizer.batch_decode(spoken)
     samples = []
     for prompt, response, text in zip(prompts, responses, texts, strict=True):
-        samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.prompt))
+        ids = response.extra.get("prompt_ids", prompt.ids)
+        samples.append(Sample(prompt.row, ids, response, text, prompt.where, prompt.prompt))
     scores = {}
     rewards = torch.zeros(len(samples))
     for scorer in scorers:
@@ -155,6 +157,8 @@ def roll_out(
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
     logged = _take_logged(scorers)
+    for metrics in ranks.gather([response.extra.get("logged", ()) for response in responses]):
+        logged += chain.from_iterable(metrics)
     scored_at = time.monotonic()
 
     # The batch to train on.
@@ -170,14 +174,13 @@ def _sampled(
     if ranks.sequence_group() is None:
         return sampled_by(sampler, prompts, sampling)
     mine = ranks.my_items(len(prompts))
-    seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
+    sampling = sampling.select(mine)
     # Copies of a prompt must not be sampled by the same random numbers, and the processes' generators stay alike.
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seeds[0] if seeds else 0)
+        torch.manual_seed(sampling.seeds[0] if sampling.seeds else 0)
         try:
-            my_prompts = [prompts[i] for i in mine]
-            responses = sampled_by(sampler, my_prompts, replace(sampling, seeds=seeds))
+            responses = sampled_by(sampler, [prompts[i] for i in mine], sampling)
         except NoDistribution as error:
             broken = [mine[number] for number in error.responses]
             raise NoDistribution(broken, error.step) from error

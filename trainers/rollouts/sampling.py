@@ -5,7 +5,8 @@ order of the filters differ between implementations, and rounding moves the bord
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,13 @@ class Sampling:
     """The ids with at least this fraction of the most likely id's probability; 0 keeps all."""
     seeds: tuple[int, ...] | None = None
     """One for each response, for samplers with generators of their own; None for greedy responses."""
+    prompts: tuple[Any, ...] = ()
+    """The `Prompt` of each response, for samplers that read its row."""
+
+    def select(self, responses: Sequence[int]) -> "Sampling":
+        """Return how the responses of these numbers are sampled."""
+        seeds = self.seeds and tuple(self.seeds[i] for i in responses)
+        return replace(self, seeds=seeds, prompts=tuple(self.prompts[i] for i in responses))
 
     @property
     def truncates(self) -> bool:

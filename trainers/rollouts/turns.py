@@ -29,7 +29,7 @@ class Conversation:
         if not self.encoder.chat:
             raise InputError("the tokenizer has no chat template: write the tokens yourself")
         # A tool gives the same answer to many responses.
-        self._ids_after = functools.lru_cache(maxsize=10_000)(self._template_ids)
+        self._ids_after = functools.lru_cache(maxsize=1000)(self._template_ids)
 
     def text(self, turn: Response) -> str:
         """Return what the policy said in a turn, without special tokens."""
@@ -46,7 +46,11 @@ class Conversation:
         Raises:
             InputError: the template does not write such a message.
         """
-        ids = self._ids_after(role, content)
+        return self.replies(turn, role, (CALL["function"]["name"], content))
+
+    def replies(self, turn: Response, role: str, *said: tuple[str, str]) -> list[int]:
+        """Return what `reply` does for several messages, each with the name of its tool."""
+        ids = self._ids_after(role, *said)
         # The template ends the policy's turn as the policy did, or in its place if the turn was cut.
         if turn.finish == "length":
             return list(ids[_place(ids, self._end) or 0 :])
@@ -54,17 +58,21 @@ class Conversation:
         end = next((place for place in ends if place is not None), -1)
         return list(ids[end + 1 :])
 
-    def _template_ids(self, role: str, content: str) -> tuple[int, ...]:
+    def _template_ids(self, role: str, *said: tuple[str, str]) -> tuple[int, ...]:
         """Return the ids of all that the template writes behind the policy's words."""
-        message: Message = {"role": role, "content": content}
+        messages: list[Message] = []
+        for name, content in said:
+            messages.append({"role": role, "content": content})
+            if role == "tool":
+                messages[-1]["name"] = name
         turns: list[Message] = [{"role": "assistant", "content": SAID}]
         if role == "tool":
-            turns.insert(0, turns[0] | {"tool_calls": [CALL]})
-            message["name"] = CALL["function"]["name"]
+            function = CALL["function"] | {"name": said[0][0]}
+            turns.insert(0, turns[0] | {"tool_calls": [CALL | {"function": function}]})
         problems: list[BadRow] = []
         for turn in turns:
             try:
-                return tuple(self.encoder.ids(self._text_after(turn, message)))
+                return tuple(self.encoder.ids(self._text_after(turn, *messages)))
             except BadRow as problem:
                 problems.append(problem)
         raise InputError(f"a message of role {role}: {problems[-1]}")

@@ -49,6 +49,9 @@ class Response:
     """True for each id that the policy sampled; None means all of them. Other ids, such as an environment's turn or a
     tool's answer, are context: they get no gradient and do not count in any mean. They have entries in logprobs and
     kept sets, which are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What scorers of TRL's kind may take as arguments, by name, such as the turns as `completions`. `prompt_ids` are
+    those that were sampled from, if not the row's, and `logged` lists names and values of metrics."""
 
     def sampled(self, items: Sequence[Value]) -> list[Value]:
         """Return the values of the ids that the policy sampled, of values of all ids."""
@@ -257,6 +260,7 @@ def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()
         logprobs=logprobs,
         support=joined([before.support, turn.support, None], lengths),
         trained=trained,
+        extra=before.extra,
     )
 
 

@@ -9,32 +9,43 @@ ends the run with its own traceback.
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from ..base import ranks
 from ..base.screen import print_line
-from ..base.text import InputError
+from ..base.text import InputError, name_of
 from ..rollouts.types import Sample, one_line
 from .builtin import BaseScorer
 
-# What a function of TRL's kind is given beside the columns of the dataset.
+# What a function of TRL's kind is given beside the columns of the dataset; the last two where there are environments.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+GIVEN += ("environments", "environment_rewards")
+
+
+def _rewards_of(kind: str, environment_rewards: Sequence[dict | None]) -> list[float | None]:
+    """Return what environments of a class, by its name, said of themselves."""
+    return [(rewards or {}).get(kind) for rewards in environment_rewards]
 
 
 class FunctionScorer(BaseScorer):
     """A function of the user's own; None as a score is "not applicable"."""
 
-    def __init__(self, name: str, function: Callable, **common):
+    def __init__(self, name: str, function: Any, **common):
         super().__init__(name, **common)
+        # Of a class of environments each instance has said its reward when its response ended.
+        if hasattr(function, "get_reward"):
+            function = functools.partial(_rewards_of, name_of(function))
         self.function = function
         self.logged: list[tuple[str, float]] = []
 
         # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
         parameters = inspect.signature(function).parameters.values()
-        self.takes_many = any(p.name == "completions" for p in parameters)
+        self.takes_many = any(p.name in ("completions", *GIVEN[-2:]) for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self.needs = [p.name for p in parameters if p.default is p.empty and p.name in self.takes]
@@ -137,6 +148,8 @@ class FunctionScorer(BaseScorer):
             completions.append(turn if isinstance(prompt, list) else sample.text)
         arguments |= {"prompts": prompts, "completions": completions}
         arguments["completion_ids"] = [list(sample.response.ids) for sample in samples]
+        for name in set().union(*(sample.response.extra for sample in samples)):
+            arguments[name] = [sample.response.extra.get(name) for sample in samples]
         # trl/trainer/grpo_trainer.py, _calculate_rewards.
         arguments |= {"log_metric": log_metric, "log_extra": log_extra}
         arguments["trainer_state"] = self._trainer_state()
