@@ -302,8 +302,8 @@ def test_environments_say_the_task_and_score_and_are_used_again(played):
     assert "How much? It is below 6." in text and '"guess"' in text and '"multiply"' in text
     assert "get_reward" not in text and "_hidden" not in text
     assert "ValueError: Game over." in encoder.tokenizer.decode(responses[1].ids)
-    rewards = [response.extra["environment_rewards"] for response in responses]
-    assert rewards == [{"Guess": 1.0}, {"Guess": 1.0}, {"Guess": 0.0}]
+    rewards = [response.extra["Guess"] for response in responses]
+    assert rewards == [1.0, 1.0, 0.0]
 
     # One that fails ends its own response, and another takes its place.
     rows = ({"secret": 3}, {"secret": "broken"}, {"secret": 5})

@@ -353,7 +353,7 @@ class Encoder:
     ) -> str:
         """Return the text that the chat template makes of messages, of which it must leave nothing out."""
         options = self.template_kwargs | {"add_generation_prompt": add_generation_prompt}
-        tools = tools or options.get("tools")
+        tools = tools or self.template_kwargs.get("tools")
         if tools:
             options["tools"] = tools
         write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **options)

@@ -106,14 +106,6 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
             "with zero_stage=3 would draw from weights that ranks must gather together, while they train on them; give "
             "--server, or --zero_stage 2",
         ),
-        *(
-            Requirement(
-                name,
-                lambda config: config.zero_stage < 3 or config.server is not None,
-                "with zero_stage=3 would let ranks sample other numbers of turns; give --server, or --zero_stage 2",
-            )
-            for name in ("tools", "environment")
-        ),
     )
 
     @property

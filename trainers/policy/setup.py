@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -45,8 +45,8 @@ WHEN_OFF = {  # what happens without an option, for the message that says why th
 }
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
-ToolsLike = Sequence[Callable] | None
-EnvironmentFactory = Callable | Mapping[str, Callable] | None
+ToolsLike: TypeAlias = Sequence[Callable[..., object]] | None
+EnvironmentFactory: TypeAlias = Callable[..., object] | Mapping[str, Callable[..., object]] | None
 
 
 def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
@@ -205,11 +205,12 @@ def read_inputs(
     if tools or environment or config.tools or config.environment:
         from ..rollouts.tools import ToolSampler
 
-        if sampler is not None:
+        if sampler or config.sampler:
             raise InputError("sampler and tools are both given; give one of them")
         sampler = ToolSampler(config, tools, environment)
         config = sampler.config
-        rows = sampler.rows(*rows)
+        if rows[0] is None and config.dataset is None:
+            rows = (sampler.rows, rows[1])
     run = Run(config, batch_plan, on_step)
     with phase("read tokenizer, scorers and rows"), RowReport(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)

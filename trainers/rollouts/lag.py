@@ -95,11 +95,7 @@ class LaggedSampler(Sampler):
         for pending, sampling in missing:
             try:
                 copies = [list(ids) for ids in pending.prompts]  # for a sampler to change
-                responses = sampled_by(self.built, copies, sampling)
-                # The next rollout plays in it; and a checkpoint cannot hold it.
-                for response in responses:
-                    response.extra.pop("environments", None)
-                pending.responses.set_result(responses)
+                pending.responses.set_result(sampled_by(self.built, copies, sampling))
             except BaseException as error:
                 pending.responses.set_exception(error)
 

@@ -76,8 +76,8 @@ class SamplerConfig(SamplingConfig):
     sampler: str | None = None
     """Your own sampler, my_module:name, called with the sampler of the other options and the tokenizer; it may hold a
     conversation, for example (docs/rollouts.md)."""
-    tools: str | list[str] | None = None
-    """Functions that the policy may call, my_module:f, as for TRL (docs/tools.md)."""
+    tools: str | None = None
+    """Functions that the policy may call, my_module:f,my_module:g, as for TRL (docs/tools.md)."""
     environment: str | None = None
     """A class with which each response plays, my_module:Class: its public methods are tools (docs/tools.md)."""
     max_tool_calling_iterations: PositiveInt | None = None
@@ -107,11 +107,6 @@ class SamplerConfig(SamplingConfig):
             lambda config: config.lag == 0,
             "has no meaning with lag, which samples while the policy is trained; drop one of them",
         ),
-        Requirement(
-            "sampler",
-            lambda config: not (config.tools or config.environment),
-            "is a sampler of your own, which tools and environment are as well; give one of them",
-        ),
     )
 
     @pydantic.field_validator("server_api_key_env", mode="before")
@@ -127,11 +122,6 @@ class SamplerConfig(SamplingConfig):
     def served(self) -> bool:
         """Return True if a model that only gives log-probabilities is behind a server."""
         return False
-
-    @pydantic.field_validator("tools")
-    @classmethod
-    def _names(cls, value: str | list[str] | None) -> list[str] | None:
-        return value.split(",") if isinstance(value, str) else value
 
     @pydantic.field_validator("server")
     @classmethod

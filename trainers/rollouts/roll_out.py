@@ -159,6 +159,9 @@ def roll_out(
     logged = _take_logged(scorers)
     for metrics in ranks.gather([response.extra.get("logged", ()) for response in responses]):
         logged += chain.from_iterable(metrics)
+    # It has been read, and an environment cannot be sent to another rank.
+    for response in responses:
+        response.extra.clear()
     scored_at = time.monotonic()
 
     # The batch to train on.

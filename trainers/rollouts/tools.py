@@ -1,22 +1,22 @@
 """Functions and environments that the policy calls while it speaks, by the signatures that TRL's users have.
 
 transformers writes the schema of a function and reads calls. A turn of all responses that still speak is one batch of
-the sampler that the options describe; what happens between two turns runs in threads, one for each response.
+the sampler that the options describe, and the calls that they make in it run at once, in threads.
 """
 
 import asyncio
 import inspect
 import itertools
+import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from threading import Thread
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
+from ..base import ranks
 from ..base.text import (
     InputError,
     escaped,
@@ -31,13 +31,11 @@ from .sampling import Sampling
 from .turns import Conversation
 from .types import Prompt, Response, Sampler, after_turn, of_turn
 
-# Responses whose calls run at once.
+# Calls that run at once.
 THREADS = 64
 # Of a result at most so many characters are read per token that is left, and a longer one says that it was cut.
 CHARACTERS_PER_TOKEN = 16
 CUT = "… (cut)"
-# A row of a run without a dataset. What an environment says takes the place of a blank prompt.
-BLANK = {"prompt": " "}
 
 
 class CallTimeout(TimeoutError):
@@ -54,15 +52,18 @@ class ToolSampler(Sampler):
     """
 
     def __init__(self, config: Any, tools: Sequence[Callable] | None, environment: Any):
-        self.tools = [load_function("tools", name) for name in config.tools or ()]
-        self.tools += tools or ()
+        if config.zero_stage == 3 and config.server is None:
+            problem = "tools with zero_stage=3 would let ranks sample other numbers of turns"
+            raise InputError(f"{problem}; give --server, or --zero_stage 2")
+        names = config.tools.split(",") if config.tools else []
+        self.tools = [*(tools or ()), *(load_function("tools", name) for name in names)]
         if not isinstance(environment, dict):
             make = users_function("environment", config.environment, environment)
             environment = {None: make or object}
         self.factories: dict[str | None, Callable] = environment
         # The first instance of each says what its methods are. A rollout uses the instances of the one before again.
-        self.idle = {name: deque([make()]) for name, make in environment.items()}
-        self.lent: list[tuple[deque, Any]] = []
+        self.idle = {name: [make()] for name, make in environment.items()}
+        self.lent: list[tuple[list, Any]] = []
         self.schemas: dict[str | None, list[dict]] = {}
         functions: dict[str, Callable] = {}
         verifiers = config.verifiers or []
@@ -72,27 +73,21 @@ class ToolSampler(Sampler):
             kind = type(one)
             if hasattr(kind, "get_reward") and {kind, import_name_of(kind)}.isdisjoint(verifiers):
                 verifiers = [*verifiers, kind]
-        schemas = [*map(get_json_schema, functions.values())]
-        kwargs = (config.chat_template_kwargs or {}) | {"tools": schemas}
+        kwargs = dict(
+            config.chat_template_kwargs or {}, tools=[*map(get_json_schema, functions.values())]
+        )
         self.config = config.replace(verifiers=verifiers or None, chat_template_kwargs=kwargs)
-
-    def rows(self, dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-        """Return the rows of Python; blank ones if there are no others, and environments make the tasks."""
-        if (
-            dataset is None
-            and self.config.dataset is None
-            and object not in self.factories.values()
-        ):
-            dataset = [BLANK] * (self.config.prompts_per_step + self.config.eval_size)
-        return dataset, eval_dataset
+        # Of a run without a dataset; what an environment says takes the place of a blank prompt.
+        rows = config.prompts_per_step + config.eval_size
+        self.rows = None if object in environment.values() else [{"prompt": " "}] * rows
 
     def functions(self, environment: Any) -> dict[str, Callable]:
         """Return the tools and the public methods of an environment by name."""
-        functions = [*self.tools]
-        for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+        functions = {tool.__name__: tool for tool in self.tools}
+        for name, method in inspect.getmembers(environment, inspect.ismethod):
             if name not in ("reset", "get_reward") and not name.startswith("_"):
-                functions.append(getattr(environment, name))
-        return {function.__name__: function for function in functions}
+                functions[name] = method
+        return functions
 
     def __call__(self, built: Sampler, tokenizer: Any) -> Sampler:
         super().__init__(built, tokenizer)
@@ -116,96 +111,107 @@ class ToolSampler(Sampler):
             idle.append(environment)
         self.lent = []
         episodes = [self._episode(prompt, sampling.max_new_tokens) for prompt in sampling.prompts]
-        responses: dict[int, Response] = {}
-        turns: dict[int, Any] = dict.fromkeys(range(len(episodes)))
+        wanted = [next(episode) for episode in episodes]
         for number in itertools.count():
-            jobs = [partial(episodes[i].send, turn) for i, turn in turns.items()]
-            with ThreadPool(min(THREADS, len(jobs))) as pool:
-                steps = dict(zip(turns, pool.map(_finished, jobs, 1), strict=True))
-            responses |= {i: response for i, (response, _) in steps.items()}
-            going = [i for i, (_, goes_on) in steps.items() if goes_on]
-            if not going:
+            # Call what is wanted, until every episode waits for the policy or is over.
+            while calling := [i for i, want in enumerate(wanted) if callable(want)][:THREADS]:
+                outcomes = self._outcomes([wanted[i] for i in calling])
+                for i, outcome in zip(calling, outcomes, strict=True):
+                    wanted[i] = episodes[i].send(outcome)
+            speaking = [i for i, want in enumerate(wanted) if isinstance(want, tuple)]
+            if not speaking:
                 break
-            contexts = [responses[i].extra["prompt_ids"] + responses[i].ids for i in going]
-            room = sampling.max_new_tokens - min(len(responses[i].ids) for i in going)
-            spoken = self.built.sample(contexts, of_turn(sampling, number, going, room))
-            turns = dict(zip(going, spoken, strict=True))
-        return [*responses.values()]
+            contexts, rooms = zip(*(wanted[i] for i in speaking), strict=True)
+            how = of_turn(sampling, number, speaking, max(rooms))
+            for i, turn in zip(speaking, self.built.sample([*contexts], how), strict=True):
+                wanted[i] = episodes[i].send(turn)
+        return wanted
 
-    def _episode(
-        self, prompt: Prompt, most: int
-    ) -> Generator[tuple[Response, bool], Response, None]:
-        """Yield a response of at most so many tokens, and whether the policy's next turn is to be sent."""
+    def _episode(self, prompt: Prompt, most: int) -> Generator[Any, Any, None]:
+        """Yield what a response of at most so many tokens waits for, and at the end the response.
+
+        A function waits for what it returns or raises, and (token ids, the tokens that are left) for the policy's turn.
+        """
         # An environment says what is added to the prompt.
         name = None if None in self.factories else prompt.row["environment"]
-        try:
-            environment: Any = self.idle[name].pop()
-        except IndexError:
-            environment = self.factories[name]()
+        idle, make = self.idle[name], self.factories[name]
+        environment = idle.pop() if idle else make()
         functions = self.functions(environment)
-        ids = prompt.ids
-        if type(environment) is not object:
-            ids = self._outcome(partial(self._prompt_ids, prompt, name, environment))
-        failures = [ids] if isinstance(ids, Exception) else []
         logged: list[tuple[str, float]] = []
-        extra = {"prompt_ids": prompt.ids if failures else ids, "completions": [], "logged": logged}
+        messages: list[dict] = []
+        extra = {"prompt_ids": prompt.ids, "completions": messages, "logged": logged}
         logprobs = [] if self.reports_logprobs else None
         response = Response([], "length", logprobs, trained=[], extra=extra)
+        failure = None
+        if make is not object:
+            extra["prompt_ids"] = yield partial(self._prompt_ids, prompt, name, environment)
+            if isinstance(extra["prompt_ids"], Exception):
+                failure, extra["prompt_ids"] = extra["prompt_ids"], prompt.ids
 
-        # Turn by turn, until the policy calls nothing.
-        goes_on = not failures
-        iterations = itertools.count()
+        # Turn by turn, until the policy calls nothing. A turn that was cut leaves no room for results.
+        turns = itertools.count()
+        goes_on = failure is None
         while goes_on:
-            turn = yield response, True
-            turn = _within(turn, most - len(response.ids))
-            calls = self._calls(turn, response, self.schemas[name])
-            if next(iterations) == self.config.max_tool_calling_iterations:
+            room = most - len(response.ids)
+            context = extra["prompt_ids"] + response.ids
+            turn = _within((yield context, room), room)
+            message, calls = self._read(turn, context, self.schemas[name])
+            messages.append(message)
+            if next(turns) == self.config.max_tool_calling_iterations or turn.finish == "length":
                 calls = []
             answers = []
             for call in calls:
-                result = self._outcome(partial(_called, call, functions))
+                result = yield partial(_called, call, functions)
                 failed = isinstance(result, Exception)
+                logged.append(("tools/failure_frequency", float(failed)))
                 # A thread may still be in the environment.
-                if isinstance(result, CallTimeout) and type(environment) is not object:
-                    failures.append(result)
+                if isinstance(result, CallTimeout) and make is not object:
+                    failure = result
                 tool = "tool" if failed else call["function"]["name"]
                 text = in_a_line(result) if failed else result
                 answers.append({"role": "tool", "name": tool, "content": text})
-                logged.append(("tools/failure_frequency", float(failed)))
-            extra["completions"] += answers
-            said = (
-                [] if failures else self._said(turn, answers, most - len(response.ids + turn.ids))
-            )
-            response = after_turn(response, turn, said)
-            goes_on = bool(said)
-            if answers and not said:
+            messages += answers
+            said = self._said(turn, answers, room - len(turn.ids))
+            goes_on = bool(said) and failure is None
+            response = after_turn(response, turn, said if goes_on else [])
+            if answers and not goes_on:
                 response.finish = "length"
 
         # What scorers and metrics read; another environment takes the place of one that failed.
         logged.append(("tools/call_frequency", float(len(logged))))
-        reward = None
-        if hasattr(environment, "get_reward") and not failures:
-            reward = self._outcome(environment.get_reward)
-        if isinstance(reward, Exception):
-            failures, reward = [reward], None
-        if failures:
-            warnings.warn(f"an environment failed: {in_a_line(failures[0])}", stacklevel=2)
-            environment = self.factories[name]()
-        logged.append(("environments/failure_frequency", float(len(failures))))
-        extra |= {"environments": environment}
-        extra |= {"environment_rewards": {name_of(type(environment)): reward}}
-        self.lent.append((self.idle[name], environment))
-        yield response, False
+        if hasattr(environment, "get_reward") and failure is None:
+            reward = yield environment.get_reward
+            if isinstance(reward, Exception):
+                failure, reward = reward, None
+            extra[name_of(type(environment))] = reward
+        if failure is not None:
+            warnings.warn(f"an environment failed: {in_a_line(failure)}", stacklevel=2)
+            environment = make()
+        logged.append(("environments/failure_frequency", float(failure is not None)))
+        # The next rollout may play before scorers read this one, and another rank may read it.
+        if not self.config.lag and ranks.sequence_group() is None:
+            extra["environments"] = environment
+        self.lent.append((idle, environment))
+        yield response
 
-    def _outcome(self, function: Callable) -> Any:
-        """Return what a function returns or raises; one that hangs is left behind, in a daemon."""
-        outcomes: list[Any] = []
-        thread = Thread(target=lambda: outcomes.append(_tried(function)), daemon=True)
-        thread.start()
-        thread.join(self.config.tool_timeout)
-        return (
-            outcomes[0] if outcomes else CallTimeout(f"over {self.config.tool_timeout:g} seconds")
-        )
+    def _outcomes(self, functions: list[Callable]) -> list[Any]:
+        """Call functions at once; return what each returns or raises. One that hangs is left behind, in a daemon."""
+        limit = self.config.tool_timeout
+        outcomes: list[Any] = [CallTimeout(f"over {limit:g} seconds")] * len(functions)
+
+        def call(place: int, function: Callable) -> None:
+            try:
+                outcomes[place] = _finished(function())
+            except Exception as error:
+                outcomes[place] = error
+
+        threads = [Thread(target=call, args=job, daemon=True) for job in enumerate(functions)]
+        ends_at = time.monotonic() + limit
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0, ends_at - time.monotonic()))
+        return [*outcomes]
 
     def _prompt_ids(self, prompt: Prompt, name: str | None, environment: Any) -> list[int]:
         """Reset an environment; return the token ids of a prompt with what it says, and with its tools alone."""
@@ -215,34 +221,26 @@ class ToolSampler(Sampler):
         text = environment.reset(**row) or ""
         *before, last = self.encoder.messages(prompt.prompt)
         last = last | {"content": (last["content"].strip() and last["content"]) + text}
-        rendered = self.encoder.render(
-            [*before, last], self.schemas[name], add_generation_prompt=True
-        )
+        schemas = self.schemas[name]
+        rendered = self.encoder.render([*before, last], schemas, add_generation_prompt=True)
         ids = self.encoder.ids(rendered)
         if len(ids) > self.config.max_prompt_length:
-            raise ValueError(
-                f"with what reset says the prompt has {len(ids)} tokens: max_prompt_length"
-            )
+            raise ValueError(f"a prompt of {len(ids)} tokens: max_prompt_length")
         return ids
 
-    def _calls(self, turn: Response, response: Response, schemas: list[dict]) -> list:
-        """Note a turn as a message; return its calls, or an error in place of what cannot be read."""
-        message: dict = {"role": "assistant", "content": ""}
-        context = response.extra["prompt_ids"] + response.ids
+    def _read(self, turn: Response, context: list[int], tools: list[dict]) -> tuple[dict, list]:
+        """Return a turn as a message, and its calls, with an error in place of what cannot be read."""
+        message = {"role": "assistant", "content": ""}
         try:
-            message |= self.tokenizer.parse_response(turn.ids, prefix=context, tools=schemas)
-            calls = message.get("tool_calls", [])
+            message |= self.tokenizer.parse_response(turn.ids, prefix=context, tools=tools)
+            return message, message.get("tool_calls", [])
         except Exception as error:
-            message["content"] = self.conversation.text(turn)
-            calls = [error]
-        response.extra["completions"].append(message)
-        # A turn that was cut has no room for results.
-        return calls if turn.finish == "stop" else []
+            return message | {"content": self.conversation.text(turn)}, [error]
 
     def _said(self, turn: Response, answers: list[dict], room: int) -> list[int]:
         """Return the ids of results, cut until a token is left for the policy; none without results or room."""
-        most = CHARACTERS_PER_TOKEN * room if answers else 0
-        while most:
+        most = CHARACTERS_PER_TOKEN * room
+        while answers and most:
             shown = []
             for answer in answers:
                 text = answer["content"]
@@ -251,7 +249,7 @@ class ToolSampler(Sampler):
             said = self.conversation.replies(turn, "tool", *shown)
             if len(said) < room:
                 return said
-            most = most * 3 // 4
+            most //= 2
         return []
 
 
@@ -260,20 +258,11 @@ def _called(call: Any, functions: dict[str, Callable]) -> str:
     if isinstance(call, Exception):
         raise call
     function = call["function"]
-    return str(_finished(partial(functions[function["name"]], **function["arguments"])))
+    return str(_finished(functions[function["name"]](**function["arguments"])))
 
 
-def _tried(function: Callable) -> Any:
-    """Return what a function returns or raises."""
-    try:
-        return _finished(function)
-    except Exception as error:
-        return error
-
-
-def _finished(function: Callable) -> Any:
-    """Return what a function returns, also one that is async."""
-    result = function()
+def _finished(result: Any) -> Any:
+    """Return a result, also one that is awaited."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 

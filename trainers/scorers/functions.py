@@ -22,14 +22,14 @@ from ..base.text import InputError, name_of
 from ..rollouts.types import Sample, one_line
 from .builtin import BaseScorer
 
-# What a function of TRL's kind is given beside the columns of the dataset; the last two where there are environments.
+# What a function of TRL's kind is given beside the columns of the dataset; the last one where there are environments.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-GIVEN += ("environments", "environment_rewards")
+GIVEN += ("environments",)
 
 
-def _rewards_of(kind: str, environment_rewards: Sequence[dict | None]) -> list[float | None]:
-    """Return what environments of a class, by its name, said of themselves."""
-    return [(rewards or {}).get(kind) for rewards in environment_rewards]
+def _rewards_of(kind: str, completions: list, **columns: Any) -> list[float | None]:
+    """Return what environments of a class gave as rewards, which responses have under its name."""
+    return columns.get(kind, [None] * len(completions))
 
 
 class FunctionScorer(BaseScorer):
@@ -37,7 +37,7 @@ class FunctionScorer(BaseScorer):
 
     def __init__(self, name: str, function: Any, **common):
         super().__init__(name, **common)
-        # Of a class of environments each instance has said its reward when its response ended.
+        # An environment has given its reward when its response ended.
         if hasattr(function, "get_reward"):
             function = functools.partial(_rewards_of, name_of(function))
         self.function = function
@@ -45,7 +45,7 @@ class FunctionScorer(BaseScorer):
 
         # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
         parameters = inspect.signature(function).parameters.values()
-        self.takes_many = any(p.name in ("completions", *GIVEN[-2:]) for p in parameters)
+        self.takes_many = any(p.name in ("completions", "environments") for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self.needs = [p.name for p in parameters if p.default is p.empty and p.name in self.takes]

@@ -6,6 +6,7 @@ import ssl
 import threading
 import time
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,6 +146,9 @@ class Server:
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
         """Return the response to one request; a request for several would give them related or equal seeds."""
+        # A later turn may be requested with what is left to a shorter response.
+        most = min(sampling.max_new_tokens, self.room - len(prompt_ids))
+        sampling = replace(sampling, max_new_tokens=most)
         # Whatever an answer lacks or has otherwise, the server is another release than those that are known.
         path, body = self.request(prompt_ids, sampling, seed)
         try:

@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -136,13 +135,10 @@ class ServerSampler(Sampler):
         servers: list[Server] = []
         for place, (_, copies) in enumerate(groupby(prompts), ranks.process_index()):
             servers += [self.servers[place % len(self.servers)] for _ in copies]
-        calls = []
-        seeds = sampling.seeds or [None] * len(prompts)
-        for server, prompt, seed in zip(servers, prompts, seeds, strict=True):
-            # A later turn may be requested with the room of a shorter response.
-            room = min(sampling.max_new_tokens, server.room - len(prompt))
-            calls.append(server.sample(prompt, replace(sampling, max_new_tokens=room), seed))
-        return self.http.run(calls)
+        calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
+        return self.http.run(
+            server.sample(prompt, sampling, seed) for server, prompt, seed in calls
+        )
 
     def rest(self) -> None:
         """Send servers that sleep during training to sleep, when no rank samples any more; `publish` wakes them."""
