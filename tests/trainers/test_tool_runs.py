@@ -1,9 +1,15 @@
 """Runs of programs that were written for TRL, with a model that was warm-started to call; ranks, a lag, and kills."""
 
+import importlib
+import inspect
 import json
 import random
 import re
+import shlex
+import shutil
 import signal
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -169,8 +175,6 @@ def test_a_dry_run_shows_the_tools_and_calls_none(model, tmp_path, capsys):
 
 
 def test_a_tokenizer_that_reads_no_calls_is_refused(model, tmp_path):
-    import shutil
-
     folder = shutil.copytree(model, tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["response_template"]
@@ -182,41 +186,79 @@ def test_a_tokenizer_that_reads_no_calls_is_refused(model, tmp_path):
         config.replace(sampler="a:b", tools=["c:d"]).check()
 
 
-def _on_ranks(rank, world, model, folder):
-    config = options_of(model, folder, group_size=2, prompts_per_step=4)
-    grpo.train(config, tools=[multiply, add], dataset=QUESTIONS * 2, scorers=[accuracy])
+# With a model of the policy's own kind as the critic or the teacher.
+OTHERS = {
+    "ppo": lambda model: {"minibatches": 1},
+    "distill": lambda model: {"teacher": model},
+}
 
 
 @pytest.mark.slow
-def test_two_ranks_call_tools(model, tmp_path):
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_other_trainers_call_tools(trainer, model, tmp_path):
+    options = OTHERS[trainer](model) | {"steps": 1, "prompts_per_step": 2, "eval_size": 2}
+    options |= {"max_new_tokens": 48, "micro_batch_size": 2}
+    config = tiny.config_of(trainer, model, None, str(tmp_path), **options)
+    train = importlib.import_module(f"fused_rl.trainers.{trainer}").train
+    train(config, tools=[multiply, add], dataset=QUESTIONS, scorers=[accuracy])
+    *_, last = tiny.read_metrics(tmp_path)
+    assert last["tools/call_frequency"] > 0
+
+
+class Locked(Increment):
+    """Cannot be sent to another rank."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def _on_ranks(rank, world, model, folder):
+    config = options_of(model, folder, prompts_per_step=4)
+    grpo.train(config, tools=[multiply, add], environment_factory=Locked)
+
+
+@pytest.mark.slow
+def test_two_ranks_call_tools_of_an_environment_that_cannot_be_sent(model, tmp_path):
     runs.on_ranks(_on_ranks, 2, model, tmp_path)
     *_, last = tiny.read_metrics(tmp_path)
-    assert last["tools/call_frequency"] > 0 and last["episode"] == 16
+    assert last["tools/call_frequency"] > 0 and last["episode"] == 32
+
+
+KILLED = shlex.split(
+    "--dataset rows.jsonl --tools calls:multiply,calls:add --verifiers calls:accuracy --eval_size 2 --steps 3 "
+    "--prompts_per_step 2 --group_size 4 --max_new_tokens 48 --zero_stage 0 --save_every 1 --keep_checkpoints 9"
+)
+
+
+@pytest.fixture(scope="module")
+def start(model, tmp_path_factory):
+    """`start()` is a folder to run in, and the command line."""
+
+    def make() -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp("killed")
+        tiny.jsonl(folder / "rows.jsonl", QUESTIONS * 2)
+        sources = map(inspect.getsource, (multiply, add, accuracy))
+        (folder / "calls.py").write_text("\n".join(["import asyncio", *sources]))
+        return folder, ["--model", model, "--output_dir", "run", *KILLED]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(start) -> Path:
+    folder, words = start()
+    assert killed.run("grpo", words, folder) == [0], (folder / "log").read_text()
+    return folder / "run"
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_a_tool_goes_on_bit_for_bit(model, tmp_path):
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", QUESTIONS * 2)
-    config = options_of(model, tmp_path / "whole", steps=4, save_every=1).replace(
-        dataset=rows, tools=["tests.trainers.test_tools:multiply", "tests.trainers.test_tools:add"]
-    )
-    words = killed.words_of(config, output_dir=None, tools=None, zero_stage=0)
-    words += ["--dataset", rows, "--verifiers", "tests.trainers.test_tool_runs:accuracy"]
-    words += ["--tools", ",".join(config.tools)]
-    words += ["--output_dir", "run"]
-    moments = [
-        "",
-        "unfinished-step-2",
-        "unfinished-step-3",
-        "unfinished-step-4",
-        "unfinished-model",
-    ]
-    for at in moments:
-        folder = tmp_path / f"at-{at}"
-        folder.mkdir()
-        if at:
-            statuses = killed.run("grpo", words, folder, killed.Moment(1, at))
-            assert statuses == [-signal.SIGKILL], (folder / "log").read_text()
-        resume = ["--resume"] if store.steps_in(folder / "run" / "checkpoints") else []
-        assert killed.run("grpo", [*words, *resume], folder) == [0], (folder / "log").read_text()
-        runs.assert_equal_runs(tmp_path / "at-" / "run", folder / "run")
+@pytest.mark.parametrize("at", ["step-1", "step-2", "step-3", "model"])
+def test_a_killed_run_with_a_tool_goes_on_bit_for_bit(at, start, whole):
+    folder, words = start()
+    statuses = killed.run("grpo", words, folder, killed.Moment(1, f"unfinished-{at}"))
+    assert statuses == [-signal.SIGKILL], (folder / "log").read_text()
+    is_begun = store.steps_in(folder / "run" / "checkpoints")
+    how = ["--resume"] if is_begun else ["--overwrite"]
+    assert killed.run("grpo", [*words, *how], folder) == [0], (folder / "log").read_text()
+    assert is_begun or at == "step-1"
+    runs.assert_equal_runs(whole, folder / "run")
