@@ -194,7 +194,7 @@ def read_metrics(path: Path) -> list[dict]:
     return entries
 
 
-def rows_by_step(entries: list[dict]) -> dict[int, Any]:
+def rows_by_step(entries: list[dict]) -> dict[int, ByRow]:
     """Return the entries of a held_out.jsonl by their step, which is removed from the entries."""
     return {entry.pop("step"): entry for entry in entries}
 

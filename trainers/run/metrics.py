@@ -12,7 +12,7 @@ from ..base.text import InputError
 
 ByRow = Mapping[str, Sequence[Sequence[float]]]
 """The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""
-EMPTY = cast(dict[str, Any], MappingProxyType({}))
+EMPTY = cast(dict[Any, Any], MappingProxyType({}))
 """The default of a mapping that nobody adds to."""
 
 
