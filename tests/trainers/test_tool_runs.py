@@ -17,6 +17,7 @@ from fused_rl.recipes import tool
 from fused_rl.recipes.tiny_model import learn_tokenizer, save_llama, texts_of
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import store
 from tests.trainers import killed, runs, tiny
 from tests.trainers.test_tools import add, multiply
@@ -146,7 +147,7 @@ def test_programs_for_trl_run_as_they_are(name, model, tmp_path):
     grpo.train(options_of(model, tmp_path, lag=int(name == "environments")), **PROGRAMS[name])
     first, *_, last = tiny.read_metrics(tmp_path)
     assert first["eval/tools/call_frequency"] > 0.5 and last["tools/call_frequency"] > 0.5
-    assert first["eval/score"] > 0 and last["tools/failure_frequency"] < 1
+    assert first["eval/accuracy_greedy"] > 0 and last["tools/failure_frequency"] < 1
     shown = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert any("<call>" in row["response"] and "<tool>" in row["response"] for row in shown)
 
@@ -182,8 +183,10 @@ def test_a_tokenizer_that_reads_no_calls_is_refused(model, tmp_path):
     config = options_of(str(folder), tmp_path / "o")
     with pytest.raises(InputError, match="reads no calls"):
         grpo.train(config, tools=[multiply], dataset=QUESTIONS, scorers=[accuracy])
-    with pytest.raises(InputError, match="sampler"):
-        config.replace(sampler="a:b", tools=["c:d"]).check()
+    with pytest.raises(InputError, match="sampler and tools"):
+        grpo.train(config, tools=[multiply], sampler=Sampler)
+    with pytest.raises(InputError, match="zero_stage=3"):
+        grpo.train(config.replace(zero_stage=3), tools=[multiply])
 
 
 # With a model of the policy's own kind as the critic or the teacher.

@@ -60,22 +60,18 @@ class ToolSampler(Sampler):
         if not isinstance(environment, dict):
             make = users_function("environment", config.environment, environment)
             environment = {None: make or object}
-        self.factories: dict[str | None, Callable] = environment
+        self.factories = environment
         # The first instance of each says what its methods are. A rollout uses the instances of the one before again.
         self.idle = {name: [make()] for name, make in environment.items()}
-        self.lent: list[tuple[list, Any]] = []
-        self.schemas: dict[str | None, list[dict]] = {}
-        functions: dict[str, Callable] = {}
+        self.lent = []
+        self.schemas = {}
         verifiers = config.verifiers or []
         for name, (one,) in self.idle.items():
             self.schemas[name] = [*map(get_json_schema, self.functions(one).values())]
-            functions |= self.functions(one)
             kind = type(one)
             if hasattr(kind, "get_reward") and {kind, import_name_of(kind)}.isdisjoint(verifiers):
                 verifiers = [*verifiers, kind]
-        kwargs = dict(
-            config.chat_template_kwargs or {}, tools=[*map(get_json_schema, functions.values())]
-        )
+        kwargs = dict(config.chat_template_kwargs or {}, tools=sum(self.schemas.values(), []))
         self.config = config.replace(verifiers=verifiers or None, chat_template_kwargs=kwargs)
         # Of a run without a dataset; what an environment says takes the place of a blank prompt.
         rows = config.prompts_per_step + config.eval_size
@@ -137,16 +133,21 @@ class ToolSampler(Sampler):
         idle, make = self.idle[name], self.factories[name]
         environment = idle.pop() if idle else make()
         functions = self.functions(environment)
-        logged: list[tuple[str, float]] = []
-        messages: list[dict] = []
-        extra = {"prompt_ids": prompt.ids, "completions": messages, "logged": logged}
+        messages, logged = [], []
+        extra: dict[str, Any] = {
+            "prompt_ids": prompt.ids,
+            "completions": messages,
+            "logged": logged,
+        }
         logprobs = [] if self.reports_logprobs else None
         response = Response([], "length", logprobs, trained=[], extra=extra)
         failure = None
         if make is not object:
-            extra["prompt_ids"] = yield partial(self._prompt_ids, prompt, name, environment)
-            if isinstance(extra["prompt_ids"], Exception):
-                failure, extra["prompt_ids"] = extra["prompt_ids"], prompt.ids
+            ids = yield partial(self._prompt_ids, prompt, name, environment)
+            if isinstance(ids, Exception):
+                failure = ids
+            else:
+                extra["prompt_ids"] = ids
 
         # Turn by turn, until the policy calls nothing. A turn that was cut leaves no room for results.
         turns = itertools.count()
@@ -156,7 +157,6 @@ class ToolSampler(Sampler):
             context = extra["prompt_ids"] + response.ids
             turn = _within((yield context, room), room)
             message, calls = self._read(turn, context, self.schemas[name])
-            messages.append(message)
             if next(turns) == self.config.max_tool_calling_iterations or turn.finish == "length":
                 calls = []
             answers = []
@@ -170,11 +170,11 @@ class ToolSampler(Sampler):
                 tool = "tool" if failed else call["function"]["name"]
                 text = in_a_line(result) if failed else result
                 answers.append({"role": "tool", "name": tool, "content": text})
-            messages += answers
-            said = self._said(turn, answers, room - len(turn.ids))
-            goes_on = bool(said) and failure is None
-            response = after_turn(response, turn, said if goes_on else [])
-            if answers and not goes_on:
+            messages += [message, *answers]
+            said = [] if failure else self._said(turn, answers, room - len(turn.ids))
+            goes_on = bool(said)
+            response = after_turn(response, turn, said)
+            if answers and not said:
                 response.finish = "length"
 
         # What scorers and metrics read; another environment takes the place of one that failed.

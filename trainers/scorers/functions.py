@@ -136,20 +136,19 @@ class FunctionScorer(BaseScorer):
             extra.setdefault(column, []).extend(values)
 
         # Rows may differ in their columns; what a row lacks is None, as in TRL. The prompt is in `prompts`.
-        columns = set().union(*(sample.row for sample in samples)) - {"prompt"}
+        rows = [sample.row | sample.response.extra for sample in samples]
         arguments: dict[str, object] = {}
-        for column in columns:
-            arguments[column] = [sample.row.get(column) for sample in samples]
+        for column in set().union(*rows) - {"prompt"}:
+            arguments[column] = [row.get(column) for row in rows]
         prompts, completions = [], []
         for sample in samples:
             prompt = sample.prompt
             turn = [{"role": "assistant", "content": sample.text}]
             prompts.append(prompt)
-            completions.append(turn if isinstance(prompt, list) else sample.text)
+            answer = turn if isinstance(prompt, list) else sample.text
+            completions.append(sample.response.extra.get("completions", answer))
         arguments |= {"prompts": prompts, "completions": completions}
         arguments["completion_ids"] = [list(sample.response.ids) for sample in samples]
-        for name in set().union(*(sample.response.extra for sample in samples)):
-            arguments[name] = [sample.response.extra.get(name) for sample in samples]
         # trl/trainer/grpo_trainer.py, _calculate_rewards.
         arguments |= {"log_metric": log_metric, "log_extra": log_extra}
         arguments["trainer_state"] = self._trainer_state()
