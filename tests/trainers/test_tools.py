@@ -4,15 +4,17 @@ import asyncio
 import functools
 import itertools
 import json
+import pickle
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.rollouts import tools as playing
-from fused_rl.trainers.rollouts.roll_out import means_of
+from fused_rl.trainers.rollouts.roll_out import means_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, support_of
 from fused_rl.trainers.scorers.load import load_scorers
@@ -331,3 +333,24 @@ def test_rows_choose_an_environment_and_see_its_tools_alone(played):
     with pytest.warns(UserWarning, match="CallTimeout"):
         (hung,), *_ = played("qwen3", [[calling("think")]], row={"environment": "b"}, **options)
     assert all(hung.trained) and late([Sample({}, [1], hung, "")]) == [None]
+
+
+def test_an_environment_is_read_by_scorers_and_does_not_travel(played):
+    """Samples are sent to other ranks, and an environment may hold what cannot be sent."""
+
+    class Locked(Guess):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    def has_lock(environments, **kwargs):
+        return [float(environment.lock.locked()) for environment in environments]
+
+    options = {"environment": Locked, "row": {"secret": 3}}
+    _, sampler, encoder = played("qwen3", [["Hm."]], **options)
+    sampler.built.scripts = [["Hm."]]
+    scorers = load_scorers(sampler.config.replace(verifiers=[has_lock]))
+    prompts = [Prompt(encoder.ids("x"), {"secret": 3}, "a row", ASKED)]
+    how = Sampling(1.0, 99, (encoder.tokenizer.eos_token_id,))
+    rolled = roll_out(sampler, scorers, prompts, how, encoder.tokenizer, torch.device("cpu"))
+    assert rolled.rewards.tolist() == [0.0]
+    assert pickle.loads(pickle.dumps(rolled.samples))[0].prompt_ids == rolled.samples[0].prompt_ids
