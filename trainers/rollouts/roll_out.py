@@ -156,9 +156,7 @@ def roll_out(
         rewards = rewards + scorer.weight * scorer_values.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
-    logged = _take_logged(scorers)
-    for metrics in ranks.gather([response.extra.get("logged", ()) for response in responses]):
-        logged += chain.from_iterable(metrics)
+    logged = _take_logged(scorers, responses)
     # It has been read, and an environment cannot be sent to another rank.
     for response in responses:
         response.extra.clear()
@@ -244,14 +242,16 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     return metrics
 
 
-def _take_logged(scorers: Sequence[Scorer]) -> list[tuple[str, float]]:
-    """Return the metrics that scorers have logged since the last call, over all ranks."""
-    logged = []
+def _take_logged(
+    scorers: Sequence[Scorer], responses: Sequence[Response]
+) -> list[tuple[str, float]]:
+    """Return the metrics of responses, and those that scorers have logged since the last call, over all ranks."""
+    logged = [*chain.from_iterable(response.extra.get("logged", ()) for response in responses)]
     reporting: list[Any] = [scorer for scorer in scorers if hasattr(scorer, "logged")]
     for scorer in reporting:
-        logged += chain.from_iterable(ranks.gather(scorer.logged))
+        logged += scorer.logged
         scorer.logged = []
-    return logged
+    return [*chain.from_iterable(ranks.gather(logged))]
 
 
 def means_of(logged: Sequence[tuple[str, float]], run_names: Collection[str]) -> dict[str, float]:
