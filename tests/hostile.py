@@ -15,7 +15,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport, reference
-from tests.drawn import st
+from tests.drawn import Strategy, st
 from tests.one_process import in_one_process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,6 +98,14 @@ class Row(NamedTuple):
     side: str
 
 
+# One side alone bans what one segment or shard alone has.
+RARE = [
+    Row("ordinary", "another", place, "-inf", side)
+    for place in ("the first", "first half")
+    for side in SIDES[:2]
+]
+
+
 class Case(NamedTuple):
     """What is drawn: small, and readable in a failure."""
 
@@ -117,9 +125,8 @@ class Case(NamedTuple):
     tiled: bool = (
         False  # hidden states, whose logits come in tiles of as few rows as can be, and in fp32
     )
-    multiprocessors: int = (
-        0  # of the device that the kernels fill; with one they divide rows of several segments
-    )
+    unsplit: int | None = None  # of the kernels' rows; those after them have a program per segment
+    biased: bool = True  # a head, which without a bias bans nothing
     constant: int | None = None  # the leaf without a gradient
 
 
@@ -128,6 +135,7 @@ def cases(vocabularies=VOCABULARIES):
     rows = st.builds(
         Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(FILLS), choice(SIDES)
     )
+    rows = Strategy(lambda source: source.choice([choice(RARE), rows, rows]).draw(source))
     return st.builds(
         Case,
         rows=st.lists(rows, max_size=4).map(tuple),
@@ -145,7 +153,8 @@ def cases(vocabularies=VOCABULARIES):
         compiled=st.integers(1, 25).map(lambda number: number == 1),
         width=choice(WIDTHS),
         tiled=st.booleans(),
-        multiprocessors=choice([0, 1]),
+        unsplit=choice([None, 0, 1, 2]),
+        biased=st.booleans(),
         constant=choice([None, None, None, 0, 1]),
     )
 
@@ -167,6 +176,7 @@ class Batch(NamedTuple):
     jsd_beta: float
     view: str
     width: int
+    biased: bool
 
 
 def build(case: Case) -> Batch:
@@ -186,7 +196,9 @@ def build(case: Case) -> Batch:
     mixed = torch.cat([ranked[:, :3], ranked[:, :1], any_id], 1)
     targets = mixed[:, (0, 1, -1)[case.seed % 3]]
     kept = [
-        {*some(2 * i + 1).tolist(), *ranked[i, :i].tolist(), int(targets[i])} if i != 3 else []
+        {*some(2 * i).tolist(), *ranked[i, :i].tolist(), int(targets[i]), case.vocab // 3}
+        if i != case.seed % 4
+        else []
         for i in range(n)
     ]
     per_row = 0.5 + torch.rand(n, generator=generator)
@@ -199,7 +211,10 @@ def build(case: Case) -> Batch:
         temperature=per_row if case.temperature == "per row" else case.temperature,
         weights=torch.randn(2, n, generator=generator),
         jsd_beta=jsd_beta,
-        **{name: getattr(case, name) for name in ("softcap", "direction", "view", "width")},
+        **{
+            name: getattr(case, name)
+            for name in ("softcap", "direction", "view", "width", "biased")
+        },
     )
 
 
@@ -255,7 +270,7 @@ def as_products(batch):
     found = {}
     for name in ("logits", "ref_logits"):
         x = getattr(batch, name)
-        banned = x == -torch.inf
+        banned = (x == -torch.inf) & batch.biased
         # Gradients fit.
         finite = x.masked_fill(banned, 0).clamp(min=max(-1e30, torch.finfo(x.dtype).min))
         found[name] = finite.masked_fill(banned[:1].any(0), -torch.inf)
@@ -324,9 +339,13 @@ def of_logits(op, batch, logits, **form):
     return op(logits, ids, **options)
 
 
+def _bias(batch, bias):
+    return bias if batch.biased else None
+
+
 def of_head(op, batch, hidden, weight, bias, **form):
     hidden, ids, options = _form(batch, hidden, **form)
-    return op(hidden, weight, ids, bias=bias, **options)
+    return op(hidden, weight, ids, bias=_bias(batch, bias), **options)
 
 
 def loss_of_head(op, batch, hidden, weight, bias, **form):
@@ -338,7 +357,7 @@ def loss_of_head(op, batch, hidden, weight, bias, **form):
     if form.get("shift"):
         per_token = per_token[:, None, :-1]
     hidden, ids, options = _form(batch, hidden, **form)
-    return op(hidden, weight, ids, token_loss, *per_token, bias=bias, **options)
+    return op(hidden, weight, ids, token_loss, *per_token, bias=_bias(batch, bias), **options)
 
 
 def cross_entropy_of_head(op, batch, hidden, weight, bias, **form):
@@ -349,7 +368,7 @@ def cross_entropy_of_head(op, batch, hidden, weight, bias, **form):
     options["label_smoothing"] = 0.0 if batch.softcap else 0.2
     options["class_weight"] = 0.5 + (classes % 3).float() / 2
     # The sum: a mean without tokens is NaN.
-    options |= {"z_loss": 1e-3, "num_tokens": 1, "bias": bias}
+    options |= {"z_loss": 1e-3, "num_tokens": 1, "bias": _bias(batch, bias)}
     return (op(hidden, weight, torch.where(counts.view(ids.shape), ids, -100), **options),)
 
 
@@ -362,14 +381,14 @@ def of_pair(op, batch, logits, ref_logits, shift=False):
 
 def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, shift=False):
     """The reference is a constant: ours gives it no gradient, and the definition is told to give none."""
-    options = (_next if shift else _given)(batch, hidden, *PAIRS) | {"bias": bias}
+    options = (_next if shift else _given)(batch, hidden, *PAIRS)
+    options |= {"bias": _bias(batch, bias), "ref_bias": _bias(batch, ref_bias.detach())}
     if op is divergence_of_heads:
         ref_hidden = ref_hidden.detach()
         ref_weight = ref_weight.detach()
-        ref_bias = ref_bias.detach()
     if not shift:
-        return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
-    value = op(hidden[None], weight, ref_hidden[None], ref_weight, ref_bias=ref_bias, **options)[0]
+        return (op(hidden, weight, ref_hidden, ref_weight, **options),)
+    value = op(hidden[None], weight, ref_hidden[None], ref_weight, **options)[0]
     return (torch.nn.functional.pad(value, (0, len(hidden) - len(value))),)
 
 
@@ -459,7 +478,8 @@ def logprobs_promise(batch, exact):
     per_row = lse.abs().clamp(min=1)
     scale = (per_row if logprobs.dim() == lse.dim() else per_row[..., None]).maximum(logprobs.abs())
     blur = blurred(batch)
-    return (1e-6 + blur) * scale, (2e-6 + blur) * entropy + 1e-12, (1e-6 + blur) * per_row
+    allowed = (1e-6 + blur) * scale, (2e-6 + blur) * entropy + 1e-12, (1e-6 + blur) * per_row
+    return tuple(torch.where(x.isinf(), 0, y) for x, y in zip(exact, allowed, strict=True))
 
 
 def blurred(batch):
@@ -500,6 +520,7 @@ def kl_promise(batch, exact):
     blur = blurred(batch)
     # As a capped logit is known.
     allowed = allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2
+    allowed = torch.where(value.isinf(), 0, allowed)
     unknown = (distance > 1e7) & (value < distance / 100)
     return (torch.where(unknown | empty_rows(batch), torch.inf, allowed),)
 

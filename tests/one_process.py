@@ -17,13 +17,14 @@ class _Waits(Exception):
 
 
 class _Reductions:
-    """all_reduce of one rank: what is known so far, in turn; then it waits."""
+    """all_reduce of one rank over `GROUP`: what is known so far, in turn; then it waits."""
 
     def __init__(self, known):
         self.known = iter(known)
         self.waiting = None
 
     def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+        assert group is GROUP
         result = next(self.known, None)
         if result is None:
             self.waiting = tensor.clone(), op
@@ -77,7 +78,7 @@ def in_one_process(op: Callable, bounds: list[int] | None = None) -> Callable:
         def rank(begin, end):
             local = [x[..., begin:end] if x.is_floating_point() else x for x in tensors]
             start = [] if all(x.is_floating_point() for x in tensors) else [begin]
-            return op(*local, *start, **options)
+            return op(*local, *start, process_group=GROUP, **options)
 
         outputs = together([functools.partial(rank, *ends) for ends in pairwise(bounds or usual)])
         if isinstance(outputs[0], torch.Tensor):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.kernels import kl_gradient, launch
+from fused_rl.kernels import jensen_shannon, kl, kl_gradient, launch, logprob
 from tests import hostile_tokens
 from tests.drawn import given, settings
 from tests.hostile import (
@@ -18,6 +18,7 @@ from tests.hostile import (
     LOOKS,
     OPS,
     PLACES,
+    RARE,
     SIDES,
     VOCABULARIES,
     Case,
@@ -39,8 +40,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # where there is no GPU
 OF_HEAD = (sizes_of_head, sizes_of_cross_entropy)
 
 
-def run(op, call, batch, leaves, seed, constant=None):
-    """Outputs, and the gradient of each leaf for random upstream gradients; zeros where there is none."""
+def run(op, call, batch, leaves, seed, constant=None, retained=False):
+    """Outputs, and the gradient of each leaf for random upstream gradients; zeros where there is none.
+
+    It is that of a second backward pass where the graph is `retained`.
+    """
     leaves = [leaf.detach().requires_grad_(i != constant) for i, leaf in enumerate(leaves)]
     outputs = [*call(op, batch, *leaves)]
     generator = torch.Generator().manual_seed(seed)
@@ -50,11 +54,11 @@ def run(op, call, batch, leaves, seed, constant=None):
     used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     options = {"allow_unused": True, "materialize_grads": True}
     wanted = [leaf for leaf in leaves if leaf.requires_grad and used]
-    found = iter(
-        torch.autograd.grad([o for o, _ in used], wanted, [g for _, g in used], **options)
-        if wanted
-        else ()
-    )
+    found = iter(())
+    for keeps in (True, False) if retained else (False,):
+        if wanted:
+            outputs_and_upstream = [o for o, _ in used], wanted, [g for _, g in used]
+            found = iter(torch.autograd.grad(*outputs_and_upstream, retain_graph=keeps, **options))
     gradients = [
         next(found) if leaf.requires_grad and used else torch.zeros_like(leaf) for leaf in leaves
     ]
@@ -105,12 +109,15 @@ EAGER = [op for name, op in OPS.items() if name.startswith("vocab") or "inplace"
 
 
 @contextlib.contextmanager
-def filled(multiprocessors):
-    """The interpreter has no device whose multiprocessors a launch would fill."""
+def split_after(unsplit):
+    """The interpreter has no device whose multiprocessors a launch would fill. Segments are as small as can be."""
+    one = {"multiprocessors": lambda device: 1}
+    few = {"choose_unsplit_rows": lambda rows, *_: min(rows, unsplit)}
+    changed = {launch: one | {"THREADS": 32}, kl_gradient: one, logprob: few}
+    changed |= {kl: few | {"SEGMENT": 2}, jensen_shannon: {"SEGMENT": 4}}
     with contextlib.ExitStack() as stack:
-        for module in (launch, kl_gradient) if INTERPRETED else ():
-            one = mock.patch.object(module, "multiprocessors", lambda device: multiprocessors)
-            stack.enter_context(one)
+        for module in changed if INTERPRETED and unsplit is not None else ():
+            stack.enter_context(mock.patch.multiple(module, **changed[module]))
         yield
 
 
@@ -128,8 +135,10 @@ def check(op, case, device="cpu"):
     if case.tiled and op.sizes in OF_HEAD:
         row = 8 * case.vocab / 2**20  # MiB
         ours = functools.partial(ours, workspace_mb=row, logits_dtype=torch.float32)
-    with filled(case.multiprocessors):
-        ours, gradients = run(ours, call, batch, leaves, case.seed, case.constant)
+    with split_after(case.unsplit):
+        inplace = "inplace" in getattr(op.call, "keywords", ())
+        retained = case.seed % 3 == 0 and not case.compiled and not inplace
+        ours, gradients = run(ours, call, batch, leaves, case.seed, case.constant, retained)
     exact, terms = run(op.reference, op.call, batch, wide, case.seed)
     best = [torch.zeros_like(term) if i == case.constant else term for i, term in enumerate(terms)]
     _, naive = run(op.reference, op.call, batch, plain, case.seed, case.constant)
@@ -211,13 +220,17 @@ def whole(number):
     )
     if number == 1:
         return drawn._replace(
-            vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0
+            vocab=2100,
+            dtype=torch.bfloat16,
+            view="columns apart",
+            temperature=0.7,
+            softcap=30.0,
+            biased=False,
         )
-    return (
-        drawn._replace(vocab=33, view="transposed", direction="forward", masked=0.0)
-        if number == 2
-        else drawn
-    )
+    if number == 2:
+        drawn = drawn._replace(vocab=33, view="transposed", masked=0.0)
+        return drawn._replace(direction="jensen-shannon", rows=(*rows, RARE[-1]))
+    return drawn
 
 
 WHOLE = [whole(number) for number in range(4)]
@@ -225,6 +238,7 @@ WHOLE = [whole(number) for number in range(4)]
 
 # A split vocabulary runs the same kernels, again for each reduction; of it one form of each op is fast.
 SPLIT = [name for name in OPS if name.startswith("vocab_parallel") and "," in name]
+SPLIT.remove("vocab_parallel_token_logprobs, support")
 CELLS = [("cpu", name) for name in OPS] + [
     slow("kernel", n) if n in SPLIT else ("kernel", n) for n in OPS
 ]
@@ -237,9 +251,22 @@ def test_ops(backend, name):
     check(OPS[name], WHOLE[2 if split else [*OPS].index(name) % len(WHOLE)], backend)
     short = backend == "cpu" and os.environ["TRITON_INTERPRET"] == "1"  # interpreted
     vocabularies = [v for v in VOCABULARIES if v < 5000 or not short]
-    settings(max_examples=3 if split or short else 6)(
+    settings(max_examples=3 if split or short else 8)(
         given(cases(vocabularies))(lambda case: check(OPS[name], case, backend))
     )()
+
+
+@pytest.mark.parametrize("backend", ["kernel"], indirect=True)
+@pytest.mark.parametrize("name", ["token_logprobs", "token_kl"])
+def test_launches_that_split_some_rows(backend, name):
+    """Rows of several segments, of which the first alone may have what counts, and masked ones among them."""
+
+    def divided(case):
+        case = case._replace(temperature="per row", softcap=None, masked=0.3)
+        return case._replace(rows=(*RARE, *case.rows[:1]), unsplit=case.seed % 3)
+
+    drawn = cases([4097]).map(divided)
+    settings(max_examples=4)(given(drawn)(lambda case: check(OPS[name], case, backend)))()
 
 
 DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]

@@ -7,21 +7,25 @@ from fused_rl import policy_loss, policy_token_loss
 
 pytestmark = pytest.mark.usefixtures("cpu")
 SHAPE = (3, 6)
-IMPOSSIBLE = [(0, 1), (1, 0), (2, 5)]  # in both policies; in the one that sampled; in the reference
+# In both policies; in the one that sampled; in the reference; for the sampler.
+IMPOSSIBLE = [(0, 1), (1, 0), (2, 5), (2, 2)]
 
 
 def inputs(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    logprobs, old, ref, advantages = -3 * torch.rand(4, *SHAPE, generator=generator)
+    logprobs, old, ref, sampler, advantages = -3 * torch.rand(5, *SHAPE, generator=generator)
     mask = torch.rand(SHAPE, generator=generator) < 0.8
     for at in IMPOSSIBLE:
         mask[at] = True
     kept = mask.clone()
-    for at, tensors in zip(IMPOSSIBLE, ((logprobs, old), (old,), (ref,)), strict=True):
+    places = (logprobs, old), (old,), (ref,), (sampler,)
+    for at, tensors in zip(IMPOSSIBLE, places, strict=True):
         kept[at] = False
         for tensor in tensors:
             tensor[at] = -torch.inf
-    return logprobs, old, ref, advantages + 1.5, mask, kept
+    measured = {"ref_logprobs": ref, "rollout_logprobs": sampler}
+    measured["rollout_correction"] = "token-truncate"
+    return logprobs, old, measured, advantages + 1.5, mask, kept
 
 
 OPTIONS = {
@@ -34,12 +38,12 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_skipped_tokens_are_as_masked_ones(options):
     """Loss, metrics and gradient; what the caller counted stays, what is counted here follows the mask."""
-    logprobs, old, ref, advantages, mask, kept = inputs()
+    logprobs, old, measured, advantages, mask, kept = inputs()
     for denominators in ({}, {"num_tokens": 40, "num_sequences": 7}):
 
         def run(logprobs, mask, denominators=denominators, **more):
             logprobs = logprobs.clone().requires_grad_()
-            arguments = {"ref_logprobs": ref, **options, **denominators, **more}
+            arguments = measured | options | denominators | more
             loss, metrics = policy_loss(logprobs, old, advantages, mask, **arguments)
             return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
 
@@ -56,8 +60,8 @@ def test_skipped_tokens_are_as_masked_ones(options):
 
 def test_skipped_tokens_of_a_token_loss():
     """The policy's own -inf is known only inside; the caller's denominator is used."""
-    logprobs, old, ref, advantages, mask, kept = inputs()
-    given = {"ref_logprobs": ref, "kl_coef": 0.1, "num_tokens": 15}
+    logprobs, old, measured, advantages, mask, kept = inputs()
+    given = measured | {"kl_coef": 0.1, "num_tokens": 15}
     found = []
     for counted, skips in ((mask, True), (kept, False)):
         token_loss, per_token = policy_token_loss(

@@ -14,9 +14,6 @@ from tests.marks import grid  # noqa: E402
 from tests.paths import DEVICE  # noqa: E402
 from tests.tools import interpreter  # noqa: E402
 
-watched_alone = pytest.mark.skipif(
-    DEVICE == "cuda", reason="loads and stores are watched in the interpreter"
-)
 # With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:
 # nothing but an end; an end that crosses a segment; whole tiles; several segments, with the last one almost empty.
 VOCABULARIES = [1, 17, 300, 2305, 4100, 2 * 4096 + 100]
@@ -91,15 +88,6 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
 
 
-def test_a_row_in_several_programs_keeps_its_own_temperature(monkeypatch):
-    rows = torch.cat([one_row(2 * 4096 + 100, torch.bfloat16, seed)[0] for seed in range(2)])
-    targets, inv_t = torch.tensor([5, 9], device=DEVICE), torch.tensor([0.3, 1.7], device=DEVICE)
-    split(monkeypatch, False)
-    expected = both(rows, targets, inv_t=inv_t)
-    split(monkeypatch, True)
-    assert_same_bits(both(rows, targets, inv_t=inv_t), expected)
-
-
 def test_a_target_may_be_the_first_or_last_column_of_anything(monkeypatch):
     """Of the row, a program, a tile, or the columns around the tiles, which two programs share."""
     split(monkeypatch, True)
@@ -123,23 +111,6 @@ def test_every_variant_of_the_stream_returns_the_same_bits(name):
     expected = logprob.logprob_fwd(row, target, None, 0.8, None)
     with launch.variant(name):
         assert_same_bits(logprob.logprob_fwd(row, target, None, 0.8, None), expected)
-
-
-@watched_alone
-@pytest.mark.slow
-def test_the_rows_of_the_last_wave_are_split_and_those_before_are_not(monkeypatch):
-    """Eight rows where six programs fit, each row of its own, one of the two that are split masked."""
-    vocab = 2 * 4096 + 100
-    rows = [one_row(vocab, torch.bfloat16, seed)[0] for seed in range(8)]
-    logits, targets = torch.cat(rows), torch.full((8,), vocab // 2)
-    mask = torch.arange(8) != 6
-    split(monkeypatch, False)
-    expected = both(logits, targets, mask)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(logprob, "slots", lambda device, options: 6)
-    with interpreter.count_traffic() as launches, interpreter.check_memory():
-        assert_same_bits(both(logits, targets, mask), expected)
-    assert [found.grid[0] for found in launches[:2]] == [6 + 2 * 3, 2]
 
 
 @pytest.mark.parametrize("bad", [-1, 300, 2**40])

@@ -286,8 +286,10 @@ def _generate(fake: Fake, body: dict) -> dict:
     drawn = fake.draw(body["input_ids"], chosen, chosen.get("max_new_tokens", 128))
     about = {"finish_reason": {"type": drawn["finish"]}}
     pairs = zip(drawn["logprobs"], drawn["ids"], strict=True)
-    about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
-    if body.get("return_sampling_mask") and "no sets" not in fake.flaws:
+    has_sets = body.get("return_sampling_mask") and "no sets" not in fake.flaws
+    # Beside the sets these are other numbers, of the whole vocabulary.
+    about["output_token_logprobs"] = [[value - bool(has_sets), i, None] for value, i in pairs]
+    if has_sets:
         about["output_token_sampling_mask"] = drawn["sets"]
         about["output_token_sampling_logprobs"] = drawn["logprobs"]
     return {"text": "", "output_ids": drawn["ids"], "meta_info": about}

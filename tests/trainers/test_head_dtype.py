@@ -5,7 +5,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.models import head
+from fused_rl.trainers.models.head import WideHead
 from fused_rl.trainers.models.logits import ReferenceStates
 from tests.trainers import tiny
 
@@ -25,8 +25,8 @@ def batch():
 def fp64_logits(lm, batch):
     """Of the head's own operands: hidden states and weights as the model rounds them."""
     hidden = lm.base.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    hidden = hidden[:, :-1][batch.response_mask]
-    return hidden.double() @ lm.base.get_output_embeddings().weight.double().t()
+    hidden, head = hidden[:, :-1][batch.response_mask], lm.base.get_output_embeddings()
+    return torch.nn.functional.linear(hidden.double(), head.weight.double(), head.bias.double())
 
 
 @torch.no_grad()
@@ -37,6 +37,8 @@ def fp64_logits(lm, batch):
 def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, head_dtype, least, most):
     mask, targets = batch.response_mask, batch.input_ids[:, 1:][batch.response_mask]
     lm = load(folder, head_dtype=head_dtype)
+    head = lm.base.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.linspace(-1, 1, head.out_features, dtype=BF16))
     rows = lm(batch.input_ids, mask, 0.7)
     logits = lm.base(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][mask]
     exact = fp64_logits(lm, batch)
@@ -51,7 +53,7 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, head_dtype,
     states = lm(batch.input_ids, mask, under_head=lambda states, _: states)
     compared = lm(batch.input_ids, mask, 0.7, reference=ReferenceStates(lm, states * 0.5))
     assert torch.equal(compared.logprobs, rows.logprobs)
-    own, other = ((x / 0.7).log_softmax(-1) for x in (exact, exact * 0.5))
+    own, other = ((x / 0.7).log_softmax(-1) for x in (exact, (exact + head.bias.double()) / 2))
     kl = (own.exp() * (own - other)).sum(-1)
     torch.testing.assert_close(compared.kl[mask].double(), kl, rtol=0, atol=most)
 
@@ -62,7 +64,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
         plain, wide = load(name).base, load(name, head_dtype="float32").base
         a, b = plain.state_dict(), wide.state_dict()
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        assert isinstance(wide.get_output_embeddings(), head.WideHead)
+        assert isinstance(wide.get_output_embeddings(), WideHead)
     assert wide.get_input_embeddings().weight is wide.get_output_embeddings().weight
     narrow = load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()
     assert type(narrow) is torch.nn.Linear

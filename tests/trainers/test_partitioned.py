@@ -9,7 +9,7 @@ from torch import nn
 
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.encode import load_tokenizer
-from fused_rl.trainers.models import scoring
+from fused_rl.trainers.models import language_model, scoring
 from fused_rl.trainers.policy import critic, setup, teacher
 from fused_rl.trainers.scorers import reward_model
 from tests.distributed import run_distributed
@@ -95,6 +95,13 @@ def hold(rank, world, folder):
     config = config_of("grpo", kl_coef=0.1)
     policy = policy_of(config, packing_option="share_prompts", packing=True)
     found["policy and reference"] = held.result(policy.model, policy.reference.model)
+    reference = [*policy.reference.model.parameters()]
+    before = [weight.ds_tensor.clone() for weight in reference]
+    for weight in policy.model.parameters():
+        weight.ds_tensor.mul_(3)
+    language_model.sync(policy.reference.model, policy.model, 0.5)
+    for weight, old in zip(reference, before, strict=True):
+        torch.testing.assert_close(weight.ds_tensor, 2 * old)
 
     config = config_of("reward")
     trained = engine.initialize(tiny.load_reward_model(config), config, 4)

@@ -75,6 +75,16 @@ def test_what_is_cut_is_not_trained_on_and_moves_no_advantage_of_others(monkeypa
     expected = torch.tensor([[-1.0], [1.0], [0.0]]) * found.mask * (3 / 4) ** 0.5
     torch.testing.assert_close(found.advantages, expected)
 
+    # Nor does it count in the length of its group.
+    def loss(*_, group_lengths, **options):
+        assert group_lengths.tolist() == [2, 2, 0]
+        raise KeyboardInterrupt
+
+    policy.device, policy.loss = "cpu", loss
+    rollout.lengths, rollout.rollout_logprobs = torch.tensor([2, 2, 2]), None
+    with pytest.raises(KeyboardInterrupt):
+        ppo.accumulate(policy, None, found, [torch.arange(3)], 0.0, 1)
+
 
 # The critic.
 

@@ -21,6 +21,7 @@ CASES.append(("sft-zero1", 2, HOOKED))
 CASES.append(pytest.param("grpo-zero0", 2, HOOKED, marks=pytest.mark.slow))
 CASES.append(("reward-zero0", 10, {}))  # nothing is left to train
 CASES.append(("grpo-zero0", 4, {"steps": 6, "micro_batch_tokens": 60}))
+CASES.append(("ppo-zero0", 1, {"steps": 2}))  # its KL controller is in a fast one
 
 
 @pytest.fixture(scope="module")

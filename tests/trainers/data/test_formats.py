@@ -274,6 +274,22 @@ def test_a_large_file_is_encoded_once_with_the_ids_of_a_small_one(files, tmp_pat
     tiny.jsonl(tmp_path / "d.jsonl", [{"prompt": "other", "answer": "b"}] * 9)
     with pytest.raises(TypeError):
         sft.encoded(config, load_rows(path), encoder)
+    assert len({load_rows(path).subset(range(*ends)).key for ends in ((3,), (4,), (1, 3))}) == 3
+
+
+def test_cached_ids_are_of_all_that_decides_them():
+    """Each option alone, and each part of the tokenizer, has a key of its own."""
+
+    def key(part="name_or_path", value="", **options):
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template += "{{ brief }}"
+        setattr(tokenizer, part, value)
+        return Encoder(tokenizer, **options).key
+
+    keys = [key(), key(raw_prompt=True), key(system_prompt="a"), key(stop_ids=[2])]
+    keys += [key(chat_template_kwargs={"brief": n}) for n in range(2)]
+    keys += [key("chat_template", "a"), key("bos_token", "b")]
+    assert len({*keys}) == len(keys)
 
 
 def test_rows_from_python_may_be_of_many_kinds(tmp_path):

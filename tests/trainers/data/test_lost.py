@@ -199,6 +199,10 @@ def test_the_context_of_a_response_is_whole_and_has_each_end_once():
     }
     assert [response for _, response in both(encoder, named)] == ["1<end>", "2<end>"]
 
+    # A text that begins the other keeps a token beside its end.
+    begins = both(encoder, {"chosen": "ab: xy", "rejected": "ab: xyz"})
+    assert begins == [("ab: x", "y<end>"), ("ab: x", "yz<end>")]
+
 
 def test_spellings_of_parts_calls_and_columns_say_the_same():
     part = {"type": "text", "text": None, "value": "ok"}
