@@ -48,6 +48,7 @@ def verifier():
 def test_mathematics_is_compared_by_value_for_everybody(verifier):
     responses, answers, verdicts = zip(*CASES, strict=True)
     assert verifier(samples(responses, [{"answer": answer} for answer in answers])) == [*verdicts]
+    assert verifier(samples(["#### 8", "#### 9"], [{"answer": ["7", "8"]}] * 2)) == [1, 0]
     assert verifier.broken == []
     assert fused_rl.judge([*responses[:3]], [*answers[:3]], cpu_seconds=5.0) == [*verdicts[:3]]
     assert fused_rl.judge(["\\boxed{(10^{10})!}"], ["7"], cpu_seconds=0.5) == [0]
