@@ -120,9 +120,9 @@ class Stale:
     def __init__(self, critic):
         self.critic = critic
 
-    def __call__(self, input_ids, mask):
+    def __call__(self, input_ids, mask, **others):
         if torch.is_grad_enabled():
-            return self.critic(input_ids, mask)
+            return self.critic(input_ids, mask, **others)
         return torch.where(mask, stale_values(input_ids), 0)
 
     def __getattr__(self, name):

@@ -110,6 +110,7 @@ def test_a_dry_run_plans_for_other_processes(files, tmp_path):
     config = config_of("grpo", files, tmp_path, **options, dry_run=True)
     with pytest.raises(DryRun) as done:
         grpo.train(config)
+    assert (ranks.processes(), ranks.world_size()) == (1, 1)
     assert "GiB a process on paper for 8 processes in torch.float32: weights 0.0" in str(done.value)
     assert "# processes: 8, in 4 groups of 2" in str(done.value)
 

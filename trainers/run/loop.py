@@ -256,9 +256,11 @@ class Run:
 
             plan = self.batch_plan(config, ranks.world_size())
             needed = on_paper(config, engines)
-            raise DryRun(
-                described(config, plan, self.rows, self.tokenizer, self.scorers_read, needed)
-            )
+            text = described(config, plan, self.rows, self.tokenizer, self.scorers_read, needed)
+            # Whatever this process does next has its own number of processes.
+            ranks.planned = None
+            ranks.set_sequence_parallel(1)
+            raise DryRun(text)
         if config.micro_batch_size is not None:
             return
         from .fitting import fitting_tokens
