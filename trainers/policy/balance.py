@@ -38,7 +38,7 @@ def deal(tokens: list[int], updates: list[list[int]]) -> tuple[ranks.Sources, di
         sources[place] = group
         numpy.add.at(load[place[0]], updates_of[group], tokens_of[group])
     imbalance = load.max(0).sum() / load.mean(0).sum()
-    return sources.tolist(), {"perf/rank_imbalance": imbalance}
+    return sources.tolist(), {"perf/rank_imbalance": float(imbalance)}
 
 
 def groups_of(rollout: Rollout, size: int) -> list[Group]:
