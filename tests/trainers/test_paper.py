@@ -93,9 +93,9 @@ def test_a_run_of_7b_takes_what_its_page_says(processes, options, total, monkeyp
     given = {"dtype": "bfloat16", "server": "http://127.0.0.1:9"} | lengths | options
     run = tiny.config_of("grpo", "m", "rows.jsonl", "run", **GRPO | given)
     shell = types.SimpleNamespace(module=LanguageModel(policy, "logits"))
+    monkeypatch.setattr(engine, "models_on_paper", [policy, reference])
     needed = dry_run.on_paper(run, [shell])
     assert sum(needed.values()) / 2**30 == pytest.approx(total, rel=0.02)
-    del reference
 
 
 def test_a_dry_run_plans_for_other_processes(files, tmp_path):

@@ -12,6 +12,7 @@ import math
 import os
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,9 @@ from .optim import OptimConfig
 from .options import NonNegativeInt, Options, PositiveInt, Requirement, may_change
 from .ranks import processes, rank
 from .text import InputError, in_a_line
+
+models_on_paper: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models of a dry run, which have no weights."""
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))

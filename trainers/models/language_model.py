@@ -305,10 +305,15 @@ def read(
         if not Path(name).is_dir():
             config = options.get("config") or AutoConfig.from_pretrained(name, **options)
             with torch.device("meta"):
-                return kind.from_config(config), defaultdict(tuple)
+                model = kind.from_config(config)
+            engine.models_on_paper.add(model)
+            return model, defaultdict(tuple)
     is_whole = options.keys() & {"device_map", "quantization_config"}
     if held is None or held.zero_stage < 3 or is_whole:
-        return kind.from_pretrained(name, **options)
+        model, report = kind.from_pretrained(name, **options)
+        if model.device.type == "meta":
+            engine.models_on_paper.add(model)
+        return model, report
     # Partitioned, transformers does not say which weights are unexpected, and one rank alone raises errors.
     report = kind.from_pretrained(name, **options, device_map="meta")[1]
     _kept = engine.partitioning(held)

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from ..base import engine, ranks
 from ..base.engine import torch_dtype
 from ..base.text import escaped
@@ -38,8 +36,8 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
     part = 0 if config.offload else 1 / count
     share = [part if stage >= divides_from else 1 for divides_from in range(4)]
     element, longest = torch_dtype(config).itemsize, config.longest_sequence
-    gc.collect()
-    elements = sum(p.numel() for p in gc.get_objects() if type(p) is nn.Parameter and p.is_meta)
+    gc.collect()  # models of an earlier run
+    elements = sum(p.numel() for model in engine.models_on_paper for p in model.parameters())
     trained = 0
     for model in engines:
         trained += sum(p.numel() for p in model.module.parameters() if p.requires_grad)
