@@ -98,6 +98,16 @@ def test_a_run_of_7b_takes_what_its_page_says(processes, options, total, monkeyp
     assert sum(needed.values()) / 2**30 == pytest.approx(total, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "gemma3n_text", "gemma4_text", "gpt_neo", "nemotron"])
+def test_a_model_of_another_kind_has_no_count_of_passes_or_one(kind):
+    config = transformers.CONFIG_MAPPING[kind]()
+    base = types.SimpleNamespace(config=config)
+    shell = types.SimpleNamespace(module=types.SimpleNamespace(base=base, parameters=lambda: []))
+    run = tiny.config_of("sft", "m", "rows.jsonl", "run", micro_batch_size=4)
+    needed = dry_run.on_paper(run, [shell])
+    assert ("passes" in needed) == (kind in ("gpt_neo", "nemotron"))
+
+
 def test_a_dry_run_plans_for_other_processes(files, tmp_path):
     options = GRPO | {
         "processes": 8,

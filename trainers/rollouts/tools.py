@@ -187,7 +187,8 @@ class ToolSampler(Sampler):
         if failure is not None:
             warnings.warn(f"an environment failed: {in_a_line(failure)}", stacklevel=2)
             environment = make()
-        logged.append(("environments/failure_frequency", float(failure is not None)))
+        if make is not object:
+            logged.append(("environments/failure_frequency", float(failure is not None)))
         # The next rollout may play before scorers read this one, and another rank may read it.
         if not self.config.lag and ranks.sequence_group() is None:
             extra["environments"] = environment

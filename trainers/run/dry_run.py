@@ -3,6 +3,7 @@
 A dry run is the run itself up to its first pass, with models that have no weights. `--config` reads the text back.
 """
 
+import contextlib
 import gc
 import json
 import sys
@@ -29,25 +30,44 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
     """Return the bytes of a process, by what they hold, whose sequences have the largest length.
 
     Counted are the weights of all models that were read, what ZeRO keeps of those that are trained, and what layers
-    save of a micro-batch, or the keys and values of what is sampled together. Loading takes no more. Not counted is the
-    workspace of the loss, which is chosen by what is free; weights in 4 bits count as whole ones.
+    save of a micro-batch, or the keys and values of what is sampled together; this last is left out where layers are of
+    another kind than a Llama's. Loading takes no more. Not counted is the workspace of the loss, which is chosen by
+    what is free; weights in 4 bits count as whole ones.
     """
     stage, count = engine.effective_zero_stage(config), ranks.processes()
     part = 0 if config.offload else 1 / count
     share = [part if stage >= divides_from else 1 for divides_from in range(4)]
-    element, longest = torch_dtype(config).itemsize, config.longest_sequence
+    element = torch_dtype(config).itemsize
     gc.collect()  # models of an earlier run
     elements = sum(p.numel() for model in engine.models_on_paper for p in model.parameters())
     trained = 0
     for model in engines:
         trained += sum(p.numel() for p in model.module.parameters() if p.requires_grad)
 
+    has_copy = hasattr(config, "prompts_per_step") and config.server is None and config.lag > 0
+    elements += trained * has_copy  # the sampler's
+    gathered = min(elements, MOST_GATHERED) * (stage == 3 and count > 1)
+    gradient = 4 * share[1] if engine.widens_sums(config) else element * share[2]
+    needed = {
+        "weights": element * (elements * share[3] + gathered),
+        "optimizer": trained * (gradient + (12 if stage else 8) * share[1]),
+        "buckets": 4 * BUCKET * (stage > 0),
+    }
+    # A model without attention, or whose layers differ, has no such sizes.
+    with contextlib.suppress(AttributeError, TypeError, RuntimeError):
+        needed["passes"] = passes(config, engines)
+    return needed
+
+
+def passes(config: Any, engines: Sequence[Any]) -> float:
+    """Return the bytes that a micro-batch or a rollout takes in layers of a Llama's kind."""
+    element, longest = torch_dtype(config).itemsize, config.longest_sequence
     # Bytes of a token: of its key and value in a layer, and what the layer saves, in which norms are in fp32.
     text = engines[0].module.base.config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
     width = element * (getattr(text, "head_dim", None) or hidden // heads)
-    past = 2 * width * getattr(text, "num_key_value_heads", heads)
-    inner = element * getattr(text, "intermediate_size", 4 * hidden)
+    past = 2 * width * (getattr(text, "num_key_value_heads", None) or heads)
+    inner = element * (getattr(text, "intermediate_size", None) or 4 * hidden)
     layer = 4 * inner + (4 * element + 8) * hidden + 2 * width * heads + past
     saved, passing = layer, 2 * inner
     if config.gradient_checkpointing:
@@ -56,21 +76,12 @@ def on_paper(config: Any, engines: Sequence[Any]) -> dict[str, float]:
         passing += 2 * layer
     layers = text.num_hidden_layers
     tokens = max(config.micro_batch_tokens or (config.micro_batch_size or 1) * longest, longest)
-    passes = (layers * saved * len(engines) + passing) * tokens / config.sequence_parallel
-    if hasattr(config, "prompts_per_step") and config.server is None:
-        elements += trained * (config.lag > 0)  # the sampler's copy
-        responses = config.prompts_per_step * config.group_size // ranks.world_size()
-        rows = min(config.rollout_batch_size or 256, responses)  # its default on a GPU
-        passes = max(passes, rows * longest * layers * past)
-
-    gathered = min(elements, MOST_GATHERED) * (stage == 3 and count > 1)
-    gradient = 4 * share[1] if engine.widens_sums(config) else element * share[2]
-    return {
-        "weights": element * (elements * share[3] + gathered),
-        "optimizer": trained * (gradient + (12 if stage else 8) * share[1]),
-        "buckets": 4 * BUCKET * (stage > 0),
-        "passes": passes,
-    }
+    trains = (layers * saved * len(engines) + passing) * tokens / config.sequence_parallel
+    if not hasattr(config, "prompts_per_step") or config.server is not None:
+        return trains
+    responses = config.prompts_per_step * config.group_size // ranks.world_size()
+    rows = min(config.rollout_batch_size or 256, responses)  # its default on a GPU
+    return max(trains, rows * longest * layers * past)
 
 
 def described(
@@ -83,6 +94,8 @@ def described(
 ) -> str:
     """Return what a dry run prints: the `batch_plan` by title, the bytes `needed`, and the first example."""
     listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+    if "passes" not in needed:
+        listed += "; passes not counted, as the layers are no Llama's"
     total = f"{sum(needed.values()) / 2**30:.1f} GiB a process on paper for {ranks.processes()}"
     batch_plan = {**batch_plan, "memory": f"{total} processes in {torch_dtype(config)}: {listed}"}
     if config.sequence_parallel > 1:
