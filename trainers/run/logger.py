@@ -154,11 +154,11 @@ class Logger:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-        self.draw_curves()
+        self.draw_curves(ended=True)
 
-    def draw_curves(self) -> None:
-        """Write curves.png, with the run's name and whether it has learned so far."""
-        answer = self.watch.learned().partition(":")[0]
+    def draw_curves(self, *, ended: bool = False) -> None:
+        """Write curves.png, with the run's name and whether it has learned."""
+        answer = self.watch.learned(ended=ended).partition(":")[0]
         title = f"{self.folder.name} · {answer}"
         draw_curves(self.history, self.folder / "curves.png", self.by_row, title)
 
