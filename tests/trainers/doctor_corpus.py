@@ -46,6 +46,8 @@ BROKEN = {
     "sft-lr-0": ({"lr": 0}, LR0),
     "sft-lr-large": ({"lr": 30}, LARGE),
     "sft-few-rows": ({"dataset": "few.jsonl", "batch_size": 3, "steps": 100}, f"{WORSE}|{SMALL}"),
+    "dpo-lr-large": ({"lr": 0.3}, "displaced"),
+    "kto-lr-large": ({"lr": 0.3}, f"displaced|{LARGE}"),
     "dpo-swapped": ({"dataset": "swapped.jsonl"}, WORSE),
     "reward-lr-small": ({"lr": 1e-9}, SMALL),
     "reward-swapped": ({"dataset": "swapped.jsonl"}, WORSE),

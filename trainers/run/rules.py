@@ -227,6 +227,15 @@ def mostly_solved(watch: Watch) -> bool:
     return max(watch.values.get(key, [0])[-1] for key in keys) > 0.5
 
 
+def ranks_worse(watch: Watch) -> bool:
+    """Return True if held-out responses are told apart less often than at first, as with swapped labels."""
+    return any(
+        values[-1] < values[0]
+        for key, values in watch.values.items()
+        if re.fullmatch("eval/(dpo|kto)/accuracy", key)
+    )
+
+
 class Rule(NamedTuple):
     """A condition on the mean of a metric's last values."""
 
@@ -303,6 +312,7 @@ RULES = (
         1,
         lambda now, values, _: now > values[0] + 0.3,
         "good responses have become less likely: lower lr, or (dpo) add nll_coef",
+        ranks_worse,
     ),
     Rule(
         "kl-high",
