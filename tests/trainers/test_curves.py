@@ -14,7 +14,7 @@ HISTORY = [
     {
         "step": 2,
         "reward": 0.4,
-        "objective/scores": 0.4,
+        "objective/scores": 0.401,
         "eval/accuracy_greedy": 0.5,
         "policy/entropy_avg": 1.0,
     },
@@ -43,7 +43,7 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
             shown[name] = line.get_xydata().tolist()
     (((_, _, (bars,)),),) = (axes.containers for axes in made[0].axes if axes.containers)
     assert bars.get_segments()[0].tolist() == [[0, 0], [0, 0.5]]  # the standard error is 0.25
-    # What equals another curve is not drawn again.
+    # What nobody could tell from another curve is not drawn again.
     assert shown == {
         "reward": [[1, 0.2], [2, 0.4], [3, 0.3]],
         "eval/accuracy_greedy": [[0, 0.25], [2, 0.5]],
