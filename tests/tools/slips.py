@@ -12,19 +12,24 @@ A slip that cannot matter is a line of tests/tools/harmless.txt: `before => afte
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from tests.tools import draw
 from tests.tools.draw import Slip
@@ -32,9 +37,9 @@ from tests.tools.draw import Slip
 ROOT = Path(__file__).resolve().parents[2]
 FAST, SLOW = "not slow and not gpu and not server", "slow and not gpu and not server"
 RECORDS = {FAST: ROOT / "build/executed.jsonl", SLOW: ROOT / "build/executed-slow.jsonl"}
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
+PYTEST = ["-q", "-p", "no:cacheprovider", "--tb=line"]
 PASSED, FAILED = 0, 1  # of pytest; every other status says that the tests did not run
-LONGEST = 600  # seconds for the tests of a slip: what never ends is seen
+FIRST_FILES = 4  # the most specific ones are run before the others are even read
 
 
 class Test(NamedTuple):
@@ -71,8 +76,9 @@ def recorded(which: str = FAST) -> list[Test]:
     if stale:
         print(f"recording what {len(stale)} files of tests execute ...", flush=True)
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as new:
-            command = [*PYTEST, "-p", "tests.tools.executed", "-m", which, *stale]
+            command = [sys.executable, "-m", "pytest", *PYTEST, "-p", "tests.tools.executed"]
             environment = os.environ | {"FUSED_RL_EXECUTED": new.name, "PYTHONPATH": str(ROOT)}
+            command += ["-m", which, *stale]
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             print(*ran.stdout.splitlines()[-10:], sep="\n", flush=True)
             tests = [json.loads(line) for line in new]
@@ -132,13 +138,45 @@ class Verdict(NamedTuple):
     tests: int
 
 
+def serve() -> None:
+    """Run pytest in forks of a process that has imported what is slow to import, for each line of the input."""
+    import peft  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    for line in sys.stdin:
+        arguments, environment, output, limit = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.update(environment)
+            status = pytest.main(arguments)
+            sys.stdout.flush()
+            os._exit(status)
+        until = time.monotonic() + limit
+        ended, status = os.waitpid(child, os.WNOHANG)
+        while not ended and time.monotonic() < until:
+            time.sleep(0.02)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if not ended:
+            os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status) if ended else "no end", flush=True)
+
+
 class Judge:
     """Copies of the checkout, in each of which one slip stands at a time."""
 
     def __init__(self, suites: dict[str, list[Test]], jobs: int, folder: Path):
         self.suites = suites
-        self.copies: queue.Queue[Path] = queue.Queue()
-        self.unsound: set[str] = set()  # tests that fail in a copy where nothing is wrong
+        self.copies: queue.Queue[tuple[Path, subprocess.Popen]] = queue.Queue()
+        self.sound: set[str] = set()  # tests that pass in a copy where nothing is wrong
+        self.unsound: set[str] = set()
         listed = ["git", "ls-files", "-co", "--exclude-standard"]
         files = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
         for number in range(jobs):
@@ -147,7 +185,20 @@ class Judge:
                 if (ROOT / file).exists() or (ROOT / file).is_symlink():
                     (copy / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
-            self.copies.put(copy)
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+            # Compiled Python of another moment would hide a change.
+            environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+            environment |= {"PYTHONPYCACHEPREFIX": str(copy / "none"), "OMP_NUM_THREADS": "1"}
+            environment |= {"TRITON_INTERPRET": "1"}  # before anything imports Triton
+            server = subprocess.Popen(
+                [sys.executable, "-m", "tests.tools.slips", "--serve"],
+                cwd=copy,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.copies.put((copy, server))
 
     def judge(self, drawn: tuple[str, Slip]) -> Verdict:
         room, slip = drawn
@@ -155,7 +206,11 @@ class Judge:
         try:
             for which, tests in self.suites.items():
                 chosen = [test for test in tests_of(slip, tests) if test.name not in self.unsound]
-                seen_by = self.first_to_fail(copy, slip, which, chosen)
+                files = [*dict.fromkeys(test.file for test in chosen)]
+                first = [test for test in chosen if test.file in files[:FIRST_FILES]]
+                rest = [test for test in chosen if test.file in files[FIRST_FILES:]]
+                seen_by = self.first_to_fail(copy, slip, which, first)
+                seen_by = seen_by or self.first_to_fail(copy, slip, which, rest)
                 if seen_by:
                     break
         finally:
@@ -163,9 +218,9 @@ class Judge:
         print("." if seen_by else f"\nNOT SEEN by {len(chosen)}: {slip}\n", end="", flush=True)
         return Verdict(room, slip, seen_by, len(chosen))
 
-    def first_to_fail(self, copy: Path, slip: Slip, which: str, chosen: list[Test]) -> str:
+    def first_to_fail(self, copy, slip: Slip, which: str, chosen: list[Test]) -> str:
         """Return the test that sees a slip: it fails with it, and passes without."""
-        path = copy / slip.file
+        path = copy[0] / slip.file
         code = path.read_bytes()
         while chosen:
             path.write_bytes(slip.applied())
@@ -174,33 +229,34 @@ class Judge:
             finally:
                 path.write_bytes(code)
             suspects = [test for test in chosen if test.name == failed]
-            if not suspects or not self.run(copy, which, suspects):
+            if not suspects or failed in self.sound or not self.run(copy, which, suspects):
+                self.sound.add(failed)
                 return failed
             self.unsound.add(failed)
             chosen = chosen[chosen.index(suspects[0]) + 1 :]
         return ""
 
-    def run(self, copy: Path, which: str, chosen: list[Test]) -> str:
+    def run(self, copy: tuple[Path, subprocess.Popen], which: str, chosen: list[Test]) -> str:
         """Return the first test that fails, "" where all pass."""
-        only = copy.parent / f"{copy.name}.only"
+        folder, server = copy
+        only, output = (folder.with_suffix(suffix) for suffix in (".only", ".output"))
         only.write_text("\n".join(test.name for test in chosen))
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        # Compiled Python of another moment would hide a change.
-        environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"PYTHONPYCACHEPREFIX": str(copy / "none"), "OMP_NUM_THREADS": "1"}
-        environment |= {"FUSED_RL_ONLY": str(only)}
         files = [*dict.fromkeys(test.file for test in chosen)]
-        command = [*PYTEST, "-x", "-p", "tests.tools.executed", "-m", which, *files]
-        options = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
-        try:
-            ran = subprocess.run(command, timeout=LONGEST, **options)
-        except subprocess.TimeoutExpired:
-            return "no end"
-        if ran.returncode == PASSED:
+        arguments = [*PYTEST, "-x", "-p", "tests.tools.executed", "-m", which, *files]
+        # Ten times as long is no measure of speed: what never ends is seen.
+        limit = 120 + 10 * sum(test.seconds for test in chosen)
+        order = [arguments, {"FUSED_RL_ONLY": str(only)}, str(output), limit]
+        server.stdin.write(json.dumps(order) + "\n")
+        server.stdin.flush()
+        status = server.stdout.readline().strip()
+        if status == "no end":
+            return status
+        if status == str(PASSED):
             return ""
-        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", ran.stdout, re.MULTILINE)
-        if ran.returncode not in (FAILED, 2) and not found:
-            raise RuntimeError(f"no test ran: {ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+        written = output.read_text(errors="replace")
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", written, re.MULTILINE)
+        if status not in (str(FAILED), "2") and not found:
+            raise RuntimeError(f"no test ran ({status}): {written[-2000:]}")
         return found[1] if found else "the collection of tests"
 
 
@@ -212,7 +268,11 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="run the slow tests as well")
     parser.add_argument("--list", action="store_true", help="print the slips alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve:
+        serve()
+        return 0
     suites = {which: recorded(which) for which in [FAST, SLOW][: 1 + given.slow]}
     drawn = draw.draw(given.seed, given.count, given.room, executes(suites[FAST]))
     if given.list:
