@@ -1,7 +1,7 @@
 """`make test-mutations`: break the code, one drawn slip at a time, and see which test notices.
 
 A slip runs the tests that executed the changed function, the most specific ones first, until one fails. Which these are
-is recorded once, by a run of the fast suite, in build/executed.jsonl, and again for test files that have changed since.
+is recorded once, by a run of the fast suite, in build/, and again for test files that have changed since.
 
     python -m tests.tools.slips --seed 7 --count 300     one slip per core at a time
     python -m tests.tools.slips --room kernels           of one room (`draw.ROOMS`)
@@ -35,8 +35,14 @@ from tests.tools import draw
 from tests.tools.draw import Slip
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST, SLOW = "not slow and not gpu and not server", "slow and not gpu and not server"
-RECORDS = {FAST: ROOT / "build/executed.jsonl", SLOW: ROOT / "build/executed-slow.jsonl"}
+ON_DEVICE = ["-p", "tests.device.process"]
+FAST, DEVICE, SLOW = "fast", "device", "slow"
+# The arguments of each suite, and where it is recorded.
+SUITES = {
+    FAST: (["-m", "not slow and not gpu and not server"], ROOT / "build/executed.jsonl"),
+    DEVICE: ([*ON_DEVICE, "-m", "not slow"], ROOT / "build/executed-device.jsonl"),
+    SLOW: (["-m", "slow and not gpu and not server"], ROOT / "build/executed-slow.jsonl"),
+}
 PYTEST = ["-q", "-p", "no:cacheprovider", "--tb=line"]
 PASSED, FAILED = 0, 1  # of pytest; every other status says that the tests did not run
 FIRST_FILES = 4  # the most specific ones are run before the others are even read
@@ -64,11 +70,16 @@ def digest(file: str) -> str:
 
 def recorded(which: str = FAST) -> list[Test]:
     """Return the tests of the record, after a run of the test files that are not in it, or have changed."""
-    record = RECORDS[which]
+    arguments, record = SUITES[which]
     files = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard", "tests/**test_*.py"], cwd=ROOT, text=True
     ).split()
-    files = [file for file in files if not file.startswith(("tests/device/", "tests/hosts/"))]
+    files = [
+        file
+        for file in files
+        if file.startswith("tests/device/") == (which == DEVICE)
+        and not file.startswith("tests/hosts/")
+    ]
     lines = map(json.loads, record.read_text().splitlines()) if record.exists() else ()
     kept = [line for line in lines if line["digest"] == digest(line["test"].partition("::")[0])]
     stale = sorted({*files} - {line["test"].partition("::")[0] for line in kept})
@@ -78,7 +89,7 @@ def recorded(which: str = FAST) -> list[Test]:
         with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as new:
             command = [sys.executable, "-m", "pytest", *PYTEST, "-p", "tests.tools.executed"]
             environment = os.environ | {"FUSED_RL_EXECUTED": new.name, "PYTHONPATH": str(ROOT)}
-            command += ["-m", which, *stale]
+            command += [*arguments, *stale]
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             print(*ran.stdout.splitlines()[-10:], sep="\n", flush=True)
             tests = [json.loads(line) for line in new]
@@ -154,6 +165,9 @@ def serve() -> None:
             os.dup2(written, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.environ.update(environment)
+            if arguments[: len(ON_DEVICE)] == ON_DEVICE:  # before anything is imported
+                del os.environ["TRITON_INTERPRET"]
+                os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
             status = pytest.main(arguments)
             sys.stdout.flush()
             os._exit(status)
@@ -242,7 +256,7 @@ class Judge:
         only, output = (folder.with_suffix(suffix) for suffix in (".only", ".output"))
         only.write_text("\n".join(test.name for test in chosen))
         files = [*dict.fromkeys(test.file for test in chosen)]
-        arguments = [*PYTEST, "-x", "-p", "tests.tools.executed", "-m", which, *files]
+        arguments = [*SUITES[which][0], *PYTEST, "-x", "-p", "tests.tools.executed", *files]
         # Ten times as long is no measure of speed: what never ends is seen.
         limit = 120 + 10 * sum(test.seconds for test in chosen)
         order = [arguments, {"FUSED_RL_ONLY": str(only)}, str(output), limit]
@@ -273,7 +287,7 @@ def main() -> int:
     if given.serve:
         serve()
         return 0
-    suites = {which: recorded(which) for which in [FAST, SLOW][: 1 + given.slow]}
+    suites = {which: recorded(which) for which in [FAST, DEVICE, SLOW][: 2 + given.slow]}
     drawn = draw.draw(given.seed, given.count, given.room, executes(suites[FAST]))
     if given.list:
         print(*(f"{room}: {slip}" for room, slip in drawn), sep="\n")
