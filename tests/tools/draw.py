@@ -119,7 +119,8 @@ class _Places(ast.NodeVisitor):
 
     def between(self, kind: str, begin: int, end: int, new: str) -> None:
         function = self.functions[-1] if self.functions else None
-        self.found.append(Slip(self.file, begin, end, new, kind, function))
+        if new.encode() != self.code[begin:end]:
+            self.found.append(Slip(self.file, begin, end, new, kind, function))
 
     def swap(self, kind: str, first, second) -> None:
         begin, end = self.span(first)[0], self.span(second)[1]
