@@ -43,9 +43,10 @@ def config_of(trainer: str, folder: Path, output_dir="run", **options):
     return tiny.config_of(trainer, folder / "model", **(files | RUN | OPTIONS[trainer] | options))
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_before_training_all_scores_are_equal_and_the_accuracy_is_a_half(
-    trainer, folder, tmp_path, monkeypatch
+    trainer, warmup, folder, tmp_path, monkeypatch
 ):
     # A reference that has read the training rows in other micro-batches, as rounding would have it.
     name, position = {"dpo": ("pair_metrics", 1), "kto": ("update", 2)}[trainer]
@@ -59,15 +60,17 @@ def test_before_training_all_scores_are_equal_and_the_accuracy_is_a_half(
         return score(*arguments, **named)
 
     monkeypatch.setattr(TRAINERS[trainer], name, score_beside_rounding)
-    options = {"eval_size": 11, "micro_batch_size": 3, "steps": 1}
+    options = {"eval_size": 11, "micro_batch_size": 3, "steps": 1 + warmup}
+    options["warmup_steps"] = warmup
     TRAINERS[trainer].train(config_of(trainer, folder, tmp_path, **options))
     first, *_ = (tmp_path / "held_out.jsonl").read_text().splitlines()
     assert json.loads(first)[f"eval/{trainer}/accuracy"] == [[0.5] * 11]
-    # The first step's scores are 0, too.
-    *_, step = tiny.read_metrics(tmp_path)
-    scores = {name: value for name, value in step.items() if re.search("train/.*_rewards?$", name)}
-    assert len(scores) >= 2 and set(scores.values()) == {0}
-    assert step[f"train/{trainer}/accuracy"] == 0.5
+    # Scores of the first step are 0, too, and with a warm-up those of the second.
+    for step in tiny.read_metrics(tmp_path)[-1 - warmup :]:
+        found = step.items()
+        scores = {name: value for name, value in found if re.search("train/.*_rewards?$", name)}
+        assert len(scores) >= 2 and set(scores.values()) == {0}
+        assert step[f"train/{trainer}/accuracy"] == 0.5
 
 
 # The loss of a pair from log pi and log pi_ref (2,), numbers of predicted tokens (2,) and the pair's margin; beta 0.5.

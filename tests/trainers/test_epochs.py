@@ -4,6 +4,7 @@ import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.data.order import in_steps
+from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
@@ -18,6 +19,7 @@ def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
     for trainer, option in (("sft", "batch_size"), ("grpo", "prompts_per_step")):
         config = tiny.config_of(trainer, num_train_epochs=passes, **{option: per_step})
         assert in_steps(config, rows).steps == steps
+        assert "\nsteps: null\n" in to_yaml(in_steps(config, rows))  # whose file is read again
         assert config.steps is None  # the config itself is left as it was
 
 

@@ -1,6 +1,8 @@
 """The seam to whoever draws: what a sampler declares and is held to, its seeds, and a sampler of the user's own."""
 
 import random
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.mismatch import agrees, mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample, Sampler
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, grpo_config
@@ -81,6 +83,20 @@ def test_seeds_draw_from_a_generator_of_their_own():
     assert torch.equal(torch.get_rng_state(), before) and first != then
     seeds.load_state_dict(state)
     assert seeds.draw(3) == then and Seeds(5).draw(4) == first != Seeds(6).draw(4)
+
+
+def test_some_responses_keep_their_own_seeds_and_prompts():
+    whole = Sampling(1.0, 8, (0,), seeds=(5, 6, 7), prompts=("a", "b", "c"))
+    assert whole.select([2, 0]) == Sampling(1.0, 8, (0,), seeds=(7, 5), prompts=("c", "a"))
+
+
+def test_a_sampler_around_another_hands_it_the_weights():
+    built, save = mock.Mock(reports_logprobs=True, records_support=False), Path.mkdir
+    around = Sampler(built)
+    around.publish(3, save)
+    around.rest()
+    assert built.method_calls == [mock.call.publish(3, save), mock.call.rest()]
+    assert around.reports_logprobs and not around.records_support
 
 
 # A sampler of the user's own.
