@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, grpo, sft
+from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
@@ -179,3 +179,20 @@ def test_the_example_has_what_its_scorers_read(scorer, column, read, folder, tmp
 
 def of_a_column(completions, kind):
     return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("scorer", [r"regex:(\d+)", f"{__name__}:of_digits"])
+def test_the_rows_own_answers_are_measured_and_scored(scorer, folder, tmp_path, capsys):
+    rows = [{"prompt": "3+4?", "answer": "7"} for _ in range(20)]
+    rows[2]["answer"], rows[4]["answer"] = "seven or so", ["seven or more", "7"]
+    words = words_of("ppo", folder, rows, tmp_path)
+    ppo.main([*words[:-1], scorer, "--eval_size", "0", "--prompts_per_step", "4", "--dry_run"])
+    said = capsys.readouterr().err
+    too_small = "max_new_tokens=8 is too small for the answer 'seven or so' of 11 tokens: "
+    assert (too_small in said) == scorer.startswith("regex")
+    worst = "0.9 on average, and at least 0 ("
+    assert f" gives the rows' own answers {worst}{tmp_path}/rows.jsonl, line 3)" in said
+
+
+def of_digits(response, row):
+    return float(response.isdigit())

@@ -1,5 +1,6 @@
 """The setup of every trainer that samples: how a batch divides, the rows and scorers, the policy and its sampler."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,23 +12,25 @@ import torch
 
 from ..base import engine, ranks
 from ..base.ranks import divide_over
-from ..base.screen import phase
+from ..base.screen import phase, print_rank0
 from ..base.text import InputError, users_function
 from ..data import encode
 from ..data.examples import Examples
 from ..data.reading import RowReport, RowsLike, load_train_eval
-from ..data.rows import Rows
+from ..data.rows import BadRow, Rows
 from ..models import language_model
 from ..models.packing import packing_costs, unpadded_costs
 from ..rollouts.generate import TransformersSampler
 from ..rollouts.options import ROLLOUT_BATCH_SIZE
+from ..rollouts.returned import check_scores
 from ..rollouts.roll_out import prompts_of, right_answer
 from ..rollouts.sampling import Seeds
-from ..rollouts.types import Prompt, Sampler, Scorer
+from ..rollouts.types import Prompt, Response, Sample, Sampler, Scorer
 from ..run.hooks import OnStep
 from ..run.loop import Run
 from ..run.metrics import EMPTY
 from ..run.store import remove_at_end
+from ..scorers.builtin import answers_of
 from ..scorers.load import load_scorers
 from ..scorers.options import ScorersLike, with_scorers
 from .evaluate import HeldOut, held_out_share
@@ -223,6 +226,16 @@ def read_inputs(
             judges = load_scorers(config, policy=config, held=config, **options)
         prompts, held_out = load_prompts(config, tokenizer, judges, read)
         sampler = users_function("sampler", config.sampler, sampler, "built", "tokenizer")
+    for scorer in judges:
+        count = len(tokenizer.tokenize(scorer.longest))
+        if count > config.max_new_tokens:
+            print_rank0(
+                f"max_new_tokens={config.max_new_tokens} is too small for the answer {scorer.longest!r:.80} of {count} "
+                "tokens: no response there can be right; raise it, or leave such rows out"
+            )
+        # A function may take a second for each, or money; beside a user's sampler it may read more than a text.
+        if config.dry_run and not sampler:
+            score_answers(scorer, prompts[:100], tokenizer)
     # All processes must have read the same, and a resumed run must read what it began with.
     first = prompts[0]
     answer = right_answer(first.row, first.prompt, judges)
@@ -235,6 +248,24 @@ def read_inputs(
         scorers_read=answer.get("columns", answer),
     )
     return Inputs(run, config, tokenizer, judges, prompts, held_out_share(held_out), sampler)
+
+
+def score_answers(scorer: Any, prompts: Sequence[Prompt], tokenizer) -> None:
+    """Print the scores of the rows' own answers by a scorer that tells right from wrong and is no model."""
+    samples = []
+    for prompt in prompts:
+        with contextlib.suppress(BadRow):  # a row of a function may have no answer
+            text = answers_of(prompt.row, scorer.answer_column)[0]
+            response = Response(tokenizer.encode(text, add_special_tokens=False), "stop")
+            samples.append(
+                Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.prompt)
+            )
+    if samples and scorer.solved_at is not None and not hasattr(scorer, "shares_work"):
+        scores = check_scores(scorer.name, scorer(samples), samples).nan_to_num()
+        print_rank0(
+            f"{scorer.name} gives the rows' own answers {scores.mean():.3g} on average, and at least "
+            f"{scores.min():.3g} ({samples[scores.argmin()].where})"
+        )
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:

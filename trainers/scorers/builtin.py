@@ -76,6 +76,8 @@ class BaseScorer:
     compares = False
     """With the row's answers, of which any counts; then a score of 1 is solved."""
     ignore_case = False
+    longest = ""
+    """The longest answer of the rows that were checked; where any of several is right, the shortest one counts."""
     progress: Progress = NO_PROGRESS
 
     def __init__(
@@ -121,7 +123,8 @@ class BaseScorer:
     def check(self, row: dict) -> None:
         """Check that the row has an answer, if this scorer compares with one."""
         if self.compares:
-            answers_of(row, self.answer_column)
+            shortest = min(answers_of(row, self.answer_column), key=len)
+            self.longest = max(self.longest, shortest, key=len)
 
 
 class ExactMatch(BaseScorer):

@@ -51,6 +51,7 @@ class MathVerifier(BaseScorer):
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer that math-verify reads as a number or a formula."""
+        super().check(row)
         for answer in answers_of(row, self.answer_column):
             problem = self.problems.get(answer)
             if problem:
