@@ -73,9 +73,13 @@ def test_json_is_strict():
     assert json.loads(text, parse_constant=pytest.fail) == expected
 
 
-def test_a_reader_that_ends_early_such_as_head_is_no_traceback():
-    command = [sys.executable, "-m", "fused_rl.trainers.commands.eval", "--help"]
+@pytest.mark.parametrize(("name", "word"), [("eval", "--help"), ("doctor", ".")])
+def test_a_reader_that_ends_early_such_as_head_is_no_traceback(name, word, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.yaml").write_text("# fused-rl sft\n{}")
+    command = [sys.executable, "-m", f"fused_rl.trainers.commands.{name}", word]
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    run = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    run = subprocess.Popen(command, env=buffered, cwd=tmp_path, **pipes)
     run.stdout.close()
     assert run.stderr.read() == b"" and run.wait() == 141

@@ -88,6 +88,9 @@ def main(argv: list[str] | None = None) -> None:
     except InputError as error:
         print_line(f"fused-rl doctor: error: {error}", to_errors=True)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read the output has ended, such as head
+        sys.stdout = None
+        sys.exit(141)
 
 
 if __name__ == "__main__":
