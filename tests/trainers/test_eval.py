@@ -67,7 +67,12 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     error = (0.425 / 4 / 5) ** 0.5
     expected = {"problems": 5, "accuracy_greedy": 3 / 5, "accuracy_greedy_error": (0.3 / 5) ** 0.5}
     expected |= {"pass_at_1": 14 / 20, "pass_at_2": (0.5 + 5 / 6 + 3) / 5}
-    expected |= {"pass_at_4": 1.0, "pass_at_k": 1.0, "frac_reward_zero_std": 2 / 5}
+    expected |= {
+        "pass_at_4": 1.0,
+        "pass_at_k": 1.0,
+        "pass_at_k_error": 0,
+        "frac_reward_zero_std": 2 / 5,
+    }
     expected |= {"accuracy_sampled": 14 / 20, "accuracy_sampled_error": error}
     expected |= {"score": 14 / 20, "score_error": error, "score_std": (0.7 * 0.3) ** 0.5}
     expected |= {"commonest_ratio": 3 / 20, "clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}

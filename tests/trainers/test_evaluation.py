@@ -86,6 +86,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     assert by_row == {
         "eval/accuracy_greedy": [[1.0, 0.0]],
         "eval/accuracy_sampled": [[0.75, 0.25]],
+        "eval/pass_at_k": [[1.0, 1.0]],
         "eval/score": [[pytest.approx(0.40625), pytest.approx(0.21875)]],
     }
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]

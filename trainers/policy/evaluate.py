@@ -175,6 +175,7 @@ def rows_of(
     return {
         "accuracy_greedy": [greedy_solved],
         "accuracy_sampled": [sampled_solved],
+        "pass_at_k": [[float(share > 0) for share in sampled_solved]],
         "score": [rewards.mean(1).tolist()],
     }
 

@@ -229,7 +229,7 @@ def _alike(points: list, other: list) -> bool:
     if [*steps] != [*others]:
         return False
     height = max(values) - min(values)
-    return max(abs(value - others[step]) for step, value in points) < 0.01 * height
+    return max(abs(value - others[step]) for step, value in points) < 0.05 * height
 
 
 def draw_curves(
@@ -278,6 +278,6 @@ def draw_curves(
             means = [mean(values[max(i - count, 0) : i]) for i in range(1, len(values) + 1)]
             (line,) = axes.plot(steps, means, label=key)
             axes.plot(steps, values, color=line.get_color(), alpha=0.25, lw=1)
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", framealpha=0.5)
     figure.savefig(unfinished(path), dpi=200)
     unfinished(path).replace(path)

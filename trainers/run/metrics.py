@@ -36,7 +36,7 @@ class Metric(NamedTuple):
 KL = "KL to the reference (nats per response)"
 WITHOUT_SIGNAL = "groups whose rewards are all equal (share)"
 ONE_OUTCOME = "groups all solved, and none solved (share)"
-PER_TOKEN, OF_PAIRS, OF_MARKED = "loss (nats per token)", "loss (nats per pair)", "loss (1)"
+PER_TOKEN, OF_PAIRS, OF_MARKED = "loss (nats per token)", "loss (nats per pair)", "loss (no unit)"
 REWARD = "reward (mean of a step)"
 ACCURACY = "held-out accuracy (share)"
 # How the headers of held-out figures begin. On the screen, headers that follow one another share this word.
