@@ -182,7 +182,7 @@ def draw(rows: list[dict], path: Path) -> None:
             ):
                 draw_band(upper, found, setting.label, "steps", "kl_exact")
                 draw_band(lower, found, setting.label, "eval_steps", "accuracy_greedy")
-        upper.set(title=f"{minibatches} updates per rollout, kl_coef {coefficient:g}", yscale="log")
+        upper.set(title=f"updates: {minibatches}, kl_coef {coefficient:g}", yscale="log")
         lower.set(xlabel="step", ylim=(0, 1))
     grid[0, 0].set_ylabel("exact KL, nats per response")
     grid[1, 0].set_ylabel("held-out accuracy, greedy")

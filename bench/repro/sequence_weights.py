@@ -77,17 +77,14 @@ def main() -> None:
     ]
     print(f"\nsequences that are kept\n\n{table_of(lines)}")
     figure, (axes,) = plots.panels(1, (7, 3.2))
-    # Each line has its name where it is apart from the others; lines that are one have one.
+    # Lines that are one have one name.
     curves: dict[str, list[float]] = {}
     for name in shares[LENGTHS[0]]:
         values = [share[name] for share in shares.values()]
         same = next((n for n, v in curves.items() if math.dist(v, values) < 0.02), None)
         curves[f"{same}; {name}" if same else name] = curves.pop(same, values)
     for (colour, marker), (name, values) in zip(plots.LOOKS, curves.items(), strict=False):
-        axes.plot(LENGTHS, values, color=colour, marker=marker)
-        at, y = (3, 0) if name == "product" else (0, 6 if values[0] > 0.99 else -16)
-        place = {"xytext": (8, y), "textcoords": "offset points", "color": colour}
-        axes.annotate(name, (LENGTHS[at], values[at]), **place)
+        axes.plot(LENGTHS, values, color=colour, marker=marker, label=name)
     axes.set_ylim(-0.05, 1.12)
     axes.set(xscale="log", xlabel="tokens of a response", ylabel="share of responses kept")
     plots.save(figure, args.png)

@@ -234,7 +234,7 @@ def _alike(points: list, other: list) -> bool:
 
 def draw_curves(
     history: list[dict], path: Path, by_row: Mapping[Any, ByRow] = EMPTY, title: str = ""
-) -> None:
+) -> Any:
     """Write a PNG of the curves, with one panel per title in `METRICS`: a running mean over the single steps.
 
     Args:
@@ -242,6 +242,9 @@ def draw_curves(
         path: the file to write.
         by_row: the held-out figures of each row by step, which give held-out figures their errors.
         title: one line above all panels.
+
+    Returns:
+        The figure.
     """
     from matplotlib.figure import Figure
 
@@ -281,3 +284,4 @@ def draw_curves(
         axes.legend(fontsize="x-small", framealpha=0.5)
     figure.savefig(unfinished(path), dpi=200)
     unfinished(path).replace(path)
+    return figure
