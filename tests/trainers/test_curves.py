@@ -1,6 +1,7 @@
 """What stands in curves.png."""
 
 import re
+from pathlib import Path
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.run.logger import Logger, columns_of, draw_curves
@@ -76,3 +77,16 @@ def test_what_is_shown_is_logged_and_every_trainer_has_a_loss_that_the_doctor_re
     for name, keys in documented.items():
         losses = [key for key in keys if "grad_norm" not in key and re.fullmatch(finite, key)]
         assert losses, name
+
+
+def test_a_panel_has_the_unit_that_the_page_says():
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    # What has neither of these is a plain number, on the page and in the panel.
+    units = re.compile(r"\((?:nats|tokens)\b")
+    panels = {}
+    for names, text in re.findall(r"^- (\*\*.+?\*\*):\s(.+?)(?=\n[-\n])", page, re.M | re.S):
+        for key in {*re.findall("`(.+?)`", names)} & METRICS.keys():
+            if not text.strip().startswith("the same of"):
+                panels[key] = METRICS[key].panel
+                assert units.findall(text)[:1] == units.findall(panels[key]) or not panels[key], key
+    assert len(panels) > 30
