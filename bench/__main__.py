@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from bench import options
+from bench import machine, options
 from bench.groups import GROUPS
 from bench.machine import ROOT
 
@@ -33,13 +33,19 @@ COMMANDS["host"] = "bench.run"  # for a GPU alone
 
 
 def run_group(group: str, given: list[str]) -> str:
-    """Runs a group as a process; returns "ok" or how it failed."""
+    """Runs a group as a process; returns "ok", with the most memory that it held, or why it did not run."""
+    free, needed = machine.free_bytes() / 1e9, GROUPS[group].gigabytes
+    if free < needed:
+        return f"left out: it needs {needed} GB of memory, of which {free:.1f} are free"
     command = ["python", "-m", "bench", "--group", group, *given]
     environment = os.environ | {"BENCH_COMMAND": shlex.join(command)}
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
     words = [sys.executable, "-m", "bench", group, *given]
-    done = subprocess.run(words, cwd=ROOT, env=environment)
-    return "ok" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+    started = subprocess.Popen(words, cwd=ROOT, env=environment)
+    _, status, used = os.wait4(started.pid, 0)
+    status = os.waitstatus_to_exitcode(status)
+    outcome = "ok" if status == 0 else f"failed (exit status {status})"
+    return f"{outcome}, {used.ru_maxrss / 1e6:.1f} GB"  # of its largest process
 
 
 def of_group(shapes: str | None, group: str) -> list[str]:

@@ -8,20 +8,21 @@ class Group(NamedTuple):
 
     module: str  # with `command(name, words)`
     seconds: int  # of wall time at most, on 2 quiet cores: imports, compilers, checks and first runs are part of it
+    gigabytes: float  # of memory that must be free
     # Of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary.
     dimensions: int = 0
 
 
 # Together 16 minutes, which `make help` and docs/benchmarks.md say.
 GROUPS = {
-    "kernels": Group("bench.run", 110, 2),
-    "linear": Group("bench.run", 95, 3),
-    "support": Group("bench.run", 50, 3),
-    "topk": Group("bench.run", 45),
-    "kl": Group("bench.run", 55),
-    "traffic": Group("bench.traffic", 30),
-    "codegen": Group("tests.tools.codegen", 35),
-    "numerics": Group("bench.numerics", 40),
-    "trainers": Group("bench.trainer_steps", 480),
+    "kernels": Group("bench.run", 110, 4, 2),
+    "linear": Group("bench.run", 95, 4, 3),
+    "support": Group("bench.run", 50, 4, 3),
+    "topk": Group("bench.run", 45, 4),
+    "kl": Group("bench.run", 55, 4),
+    "traffic": Group("bench.traffic", 30, 4),
+    "codegen": Group("tests.tools.codegen", 35, 4),
+    "numerics": Group("bench.numerics", 40, 4),
+    "trainers": Group("bench.trainer_steps", 480, 4),
 }
 MINUTES = 16

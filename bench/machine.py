@@ -46,11 +46,18 @@ def peak_extra_bytes(run, device: str) -> int | None:
     return _process_bytes("VmHWM") - before
 
 
-def _process_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def free_bytes() -> float:
+    """The memory that programs may still take; infinite where it is not known."""
+    if not sys.platform.startswith("linux"):
+        return float("inf")
+    return _process_bytes("MemAvailable", "/proc/meminfo")
+
+
+def _process_bytes(field: str, file: str = "/proc/self/status") -> int:
+    for line in Path(file).read_text().splitlines():
         if line.startswith(field):
             return 1024 * int(line.split()[1])
-    raise RuntimeError(f"no {field} in /proc/self/status")
+    raise RuntimeError(f"no {field} in {file}")
 
 
 def copy_bandwidth(device: str) -> float:

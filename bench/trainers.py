@@ -2,9 +2,10 @@
 
     python -m bench --group trainers --device cpu
 
-Seed by seed ours trains first, then TRL's in the same process, from the same weights on the rows that ours took; then
-TRL's with our functions patched in. A row says if the losses of the first two steps differ, or in GRPO, whose first
-loss is 0, the starting model's mean log-probability of TRL's first responses.
+Seed by seed ours trains first, then TRL's, from the same weights on the rows that ours took; then TRL's with our
+functions patched in. Each has a process of its own, so that none holds the memory of another. A row says if the losses
+of the first two steps differ, or in GRPO, whose first loss is 0, the starting model's mean log-probability of TRL's
+first responses.
 
 `needed` is a lower bound for a phase of GRPO, of the model alone on a step's micro-batches: `rollout` needs the passes
 that sample the step's responses token by token, `measure` the forward passes of policy and reference without the exact
@@ -16,14 +17,18 @@ import contextlib
 import gc
 import io
 import itertools
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -37,11 +42,13 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch, pad
+from fused_rl.trainers.models.language_model import load_lm
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.scorers.load import load_scorers
 
 OURS, LEAN = "fused_rl", "fused_rl --kl_every 0"
 WORK = machine.ROOT / "runs" / "bench-trainers"
@@ -80,7 +87,7 @@ class Run:
     # CPU seconds that the phases of each step need at least.
     needed: list[dict] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    policy: object = None  # of GRPO, with its scorers and its reference
+    policy: object = None  # of GRPO, as long as its process keeps it
 
 
 MODULES = {"sft": sft, "reward": reward, "grpo": grpo}
@@ -282,16 +289,18 @@ def trl_columns(run: Run) -> dict[str, list]:
     return {"prompt": texts, "number": list(range(len(texts)))}
 
 
-def reward_function(run: Run) -> Callable:
+def reward_function(run: Run, tokenizer) -> Callable:
     """Return our scorers as TRL calls a reward function."""
+    scorers = load_scorers(run.config)
+    stop_ids = encode.saved_stop_ids(run.config.model, None, tokenizer)
 
     def reward_of(prompts, completions, completion_ids, number, **_):
         samples = []
         for text, ids, i in zip(completions, completion_ids, number, strict=True):
             prompt = run.rows[i]
-            finish = "stop" if ids[-1] in run.policy.sampling.stop_ids else "length"
+            finish = "stop" if ids[-1] in stop_ids else "length"
             samples.append(Sample(prompt.row, prompt.ids, Response(ids, finish), text))
-        columns = [scorer(samples) for scorer in run.policy.scorers]
+        columns = [scorer(samples) for scorer in scorers]
         return [sum(scores) for scores in zip(*columns, strict=True)]
 
     return reward_of
@@ -319,17 +328,16 @@ def run_trl(ours: Run, folder: Path, watch: Callable = lambda run, model: None) 
                 self.on_train_begin(model=model)
 
     name = TRAINERS[run.op]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.config.model, padding_side="left")
     trainer = getattr(trl, name)(
         model=run.config.model,
         args=getattr(trl, name.replace("Trainer", "Config"))(
             str(folder), **trl_options(run.op, run.config)
         ),
         train_dataset=datasets.Dataset.from_dict(trl_columns(ours)),
-        processing_class=transformers.AutoTokenizer.from_pretrained(
-            run.config.model, padding_side="left"
-        ),
+        processing_class=tokenizer,
         callbacks=[Clock()],
-        **({"reward_funcs": reward_function(ours)} if run.op == "grpo" else {}),
+        **({"reward_funcs": reward_function(ours, tokenizer)} if run.op == "grpo" else {}),
     )
     trainer.remove_callback(transformers.PrinterCallback)
 
@@ -353,15 +361,17 @@ def compared(ours: Run, theirs: Run) -> dict:
     """Return by how much TRL's first figures differ from ours, with a status where that is too much."""
     if ours.op == "grpo":  # the first loss is 0, whatever the log-probabilities are
         (ids, mask, length), logprobs = theirs.losses[0]
-        mask, policy = mask.bool(), ours.policy
+        mask = mask.bool()
         prompts = [
             row[on].tolist() for row, on in zip(ids[:, :-length], mask[:, :-length], strict=True)
         ]
         responses = [
             row[on].tolist() for row, on in zip(ids[:, -length:], mask[:, -length:], strict=True)
         ]
-        batch = make_batch(prompts, responses, policy.tokenizer.pad_token_id, "cpu")
-        mine = policy.reference.score(policy.inputs(batch)).logprobs[batch.response_mask]
+        batch = make_batch(prompts, responses, 0, "cpu")
+        start = load_lm(ours.config, torch.device("cpu"), trainable=False)
+        given = batch.inputs(None) | {"temperature": ours.config.temperature}
+        mine = start.score(**given).logprobs[batch.response_mask]
         what, pairs = (
             "mean log-probability",
             [(mine.mean(), logprobs[mask[:, -length:]].float().mean())],
@@ -509,54 +519,101 @@ def odd_words(response: str, row: dict) -> float:
     return sum(word[-1] in "13579" for word in words) / max(1, len(words))
 
 
-# (op, name) -> what makes a config and its files for a seed, and its steps; the first touches memory: it does not count
+class Task(NamedTuple):
+    """What is trained."""
+
+    make: Callable  # a config and its files for a seed
+    steps: int  # the first touches memory: it does not count
+    gigabytes: float  # that must be free
+
+
 TASKS = {
-    ("grpo", "demo"): (demo_grpo, 8),
-    ("sft", "demo"): (demo_sft, 8),
-    ("reward", "demo"): (demo_rewards, 8),
-    ("grpo", "large head"): (large_grpo, 3),
-    ("grpo", "real model"): (real_grpo, 3),
+    ("grpo", "demo"): Task(demo_grpo, 8, 2),
+    ("sft", "demo"): Task(demo_sft, 8, 2),
+    ("reward", "demo"): Task(demo_rewards, 8, 2),
+    ("grpo", "large head"): Task(large_grpo, 3, 12),
+    ("grpo", "real model"): Task(real_grpo, 3, 12),
 }
 
 
+@contextlib.contextmanager
+def processes() -> Iterator[Callable]:
+    """Yield what runs a function in the process of an implementation, which begins at its first call."""
+    made, spawn = {}, multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+
+        def run(implementation: str, function: Callable, *args, **kwargs):
+            if implementation not in made:
+                pool = ProcessPoolExecutor(1, spawn, initializer=prepare)
+                made[implementation] = stack.enter_context(pool)
+            return made[implementation].submit(function, *args, **kwargs).result()
+
+        yield run
+
+
+def run_alone(*args, **kwargs) -> Run:
+    """Train with ours for another process, without the engine, which holds gigabytes."""
+    run = run_ours(*args, **kwargs)
+    run.policy = None
+    gc.collect()
+    return run
+
+
+def run_patched(ours: Run, folder: Path) -> Run:
+    """Train with TRL and our functions in it."""
+    with fused_rl.integrations.trl.patch():
+        return run_trl(ours, folder)
+
+
 def run_task(
-    op: str, task: str, make: Callable, steps: int, seeds: list[int], wanted: str = "all"
-) -> list[dict]:
-    """Run every trainer on every seed; returns a row for each, with what did not run."""
-    runs, missing, checks, peer = {}, [], [], f"TRL {TRAINERS[op]}"
-    for seed in seeds:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+    op: str, name: str, task: Task, seeds: list[int], wanted: str = "all"
+) -> Iterator[list[dict]]:
+    """Yield the rows of every trainer with those of what did not run, after each seed."""
+    if machine.free_bytes() < 1e9 * task.gigabytes:
+        reason = f"needs {task.gigabytes} GB of memory, of which {machine.free_bytes() / 1e9:.1f} are free"
+        yield [results.not_run(OURS, results.CANNOT_RUN, reason, op, name)]
+        return
+    kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
+    peer = f"TRL {TRAINERS[op]}"
+    runs, missing, checks = {}, {}, []
+    with processes() as run, tempfile.TemporaryDirectory() as place:
+        for seed in seeds:
+            folder = Path(place) / str(seed)
+            folder.mkdir()
             try:
-                config = make(folder, seed).replace(steps=steps, warmup_steps=0)
+                config = run(OURS, task.make, folder, seed)
             except peers.Unavailable as reason:
-                return [results.not_run(OURS, reason.status, str(reason), op, task)]
-            kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
+                yield [results.not_run(OURS, reason.status, str(reason), op, name)]
+                return
+            config = config.replace(steps=task.steps, warmup_steps=0)
             for implementation, changed in kinds.items():
-                for run in itertools.chain.from_iterable(runs.values()):
-                    run.policy = None  # a run that is over would hold an engine of gigabytes
-                gc.collect()
                 changed["output_dir"] = str(folder / implementation)
-                ours = run_ours(op, config.replace(**changed), needs=op == "grpo")
+                ours = run(OURS, run_alone, op, config.replace(**changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
-            if wanted == "none":
-                continue
-            try:
-                theirs = run_trl(ours, folder / "trl")
-            except peers.Unavailable as reason:
-                missing = [results.not_run(peer, reason.status, str(reason), op, task)]
-                continue
-            runs.setdefault(peer, []).append(theirs)
-            checks.append(compared(ours, theirs))
-            with fused_rl.integrations.trl.patch():
-                runs.setdefault(f"{peer}, patched", []).append(run_trl(ours, folder / "patched"))
-    rows = []
-    for name, found in runs.items():
-        row = {"op": op, "task": task, "implementation": name, "status": results.OK}
-        if name == peer:
-            row |= max(checks, key=lambda check: check["status"] == results.WRONG)
-        rows.append(row | figures(found, runs.get(peer, [])))
-    return rows + missing
+            theirs = {} if wanted == "none" else {peer: run_trl, f"{peer}, patched": run_patched}
+            for implementation, train in theirs.items():
+                if implementation in missing:
+                    continue
+                try:
+                    found = run(implementation, train, ours, folder / train.__name__)
+                except peers.Unavailable as reason:
+                    failure = reason.status, str(reason)
+                except BrokenProcessPool:
+                    failure = results.OUT_OF_MEMORY, "its process was killed"
+                else:
+                    runs.setdefault(implementation, []).append(found)
+                    if implementation == peer:
+                        checks.append(run(OURS, compared, ours, found))
+                    continue
+                missing[implementation] = results.not_run(implementation, *failure, op, name)
+            rows = []
+            for implementation, found in runs.items():
+                row = {"op": op, "task": name, "implementation": implementation}
+                row["status"] = results.OK
+                if implementation == peer:
+                    row |= max(checks, key=lambda check: check["status"] == results.WRONG)
+                rows.append(row | figures(found, runs.get(peer, [])))
+            yield rows + [*missing.values()]
 
 
 def figures(found: list[Run], theirs: list[Run]) -> dict:
@@ -599,12 +656,13 @@ def command(args) -> int:
     rows = []
     prepare()
     print(machine.heading("cpu"), flush=True)
-    for (op, task), (make, steps) in TASKS.items():
-        found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
+    for (op, name), task in TASKS.items():
+        task = task._replace(steps=args.steps or task.steps)
+        for found in run_task(op, name, task, args.seeds, args.peers):
+            results.save(args, rows + found)  # what was measured stays, whatever comes
         measured = results.measured(found)
         if measured:
-            print(f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(measured))}")
+            print(f"\n{op}, {name}: CPU time of a step\n{results.table(*results.steps(measured))}")
         results.show_missing(found)
         rows += found
-        results.save(args, rows)
     return results.failed(rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import options
+from bench import options, results, trainers
 
 
 @pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
@@ -46,3 +46,14 @@ def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             suite.main()
         assert wrong[-2] in capsys.readouterr().err
+
+
+def test_what_does_not_fit_into_the_memory_is_left_out_with_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(suite.machine, "free_bytes", lambda: 1e9)
+    monkeypatch.setattr(sys, "argv", ["bench", "--group", "traffic"])
+    assert suite.main() == 0
+    assert "traffic: left out: it needs" in capsys.readouterr().out
+    task = trainers.Task(None, 3, 2.0)
+    ((row,),) = trainers.run_task("grpo", "large head", task, [1])
+    assert "needs 2.0 GB of memory, of which 1.0 are free" in row["reason"]
+    assert not results.failed([row])

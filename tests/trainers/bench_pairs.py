@@ -10,11 +10,11 @@ from bench import trainers
 
 
 def main() -> None:
-    trainers.prepare()
     tiny = functools.partial(trainers.large_grpo, vocabulary=200, hidden_size=64, dtype="float32")
     rows = []
     for op, make in (("sft", trainers.demo_sft), ("reward", trainers.demo_rewards), ("grpo", tiny)):
-        rows += trainers.run_task(op, "tiny", make, 3, [1])
+        *_, found = trainers.run_task(op, "tiny", trainers.Task(make, 3, 0), [1])
+        rows += found
     print(json.dumps(rows))
 
 
