@@ -27,9 +27,11 @@ TIMED = {
     "tokens, most of the time is the call itself, and the library is no faster than plain torch: on one thread of an "
     "AMD EPYC with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's time, 8 × 1000 takes 1.03 to 1.16 times, 64 × "
     "2000 takes 0.4 to 0.9 times.",
-    "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, most of the "
-    "time of 1,024 rows; beside a model's pass it is hidden.",
+    "kernels, gpu": "At that commit a call cost the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, "
+    "most of the time of 1,024 rows; beside a model's pass it is hidden.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
+    "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
+    "states.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
@@ -287,6 +289,7 @@ SECTIONS = {
     "kernels": ("Log-probability and entropy", kernels),
     "linear": ("Heads", timed),
     "kl": ("KL", timed),
+    "support": ("Kept sets", timed),
     "traffic": ("Bytes moved", traffic),
     "numerics": ("Accuracy", accuracy),
 }
@@ -303,7 +306,9 @@ def command(name: str, words: list[str]) -> int:
         try:
             result = results.load(path)
             body, measured = section(result), machine(result, known)
-            heading = f"{title}, on a GPU" if kind == "gpu" else title
+            heading = title
+            if kind == "gpu":
+                heading += f", on a GPU ({result['environment']['date'][:10]})"
             text += f"\n## {heading}\n\n{measured}\n{body}"
         except (ValueError, KeyError, TypeError) as reason:
             print(f"left out: {path.name}: {type(reason).__name__}: {reason}")
