@@ -98,6 +98,16 @@ def test_one_row_in_a_hundred_is_left_out_and_listed_in_the_runs_folder(files, t
     assert {*listed} == {"reason", "remedy", "got", "where"}
 
 
+def test_a_row_that_a_scorer_cannot_score_is_left_out(tmp_path):
+    rows = [{"prompt": "a", "answer": "b"} for _ in range(99)]
+    path = tiny.jsonl(tmp_path / "rows.jsonl", [*rows[:7], {"prompt": "a"}, *rows[7:]])
+    config = tiny.config_of("grpo", verifiers=["exact_match"])
+    with RowReport(0.01) as reading:
+        given = reading.add(load_rows(str(path), bad_rows=reading.bad))
+        prompts = forms.prompts(config, given, forms.encoder())
+    assert [prompt.row for prompt in prompts] == rows
+
+
 @pytest.mark.parametrize("held_out", ["eval_dataset", "dataset"])
 def test_held_out_rows_that_are_all_bad_are_refused_where_bad_rows_are_skipped(
     held_out, files, tmp_path
