@@ -1,6 +1,8 @@
 """The losses by their definitions, the policy losses as their papers have them, and small batches with every mask."""
 
 import functools
+import re
+from pathlib import Path
 
 import torch
 
@@ -11,23 +13,27 @@ B, T = 4, 6
 # (B,), of two prompts, as prompt-mean needs them.
 GROUP_LENGTHS = torch.tensor([2.5, 2.5, 4.0, 4.0])
 MASKS = ("none", "partial", "one-sequence-masked", "packed")
-# Written from the papers, not read from PRESETS: surrogate, ratio level, aggregation, clip_low, clip_high.
-PAPERS = {
-    "ppo": ("clip", "token", "token-mean", 0.2, 0.2),
-    "grpo": ("clip", "token", "seq-mean-token-mean", 0.2, 0.2),
-    "bnpo": ("clip", "token", "token-mean", 0.2, 0.2),
-    "dr_grpo": ("clip", "token", "seq-mean-token-sum-norm", 0.2, 0.2),
-    "dapo": ("clip", "token", "token-mean", 0.2, 0.28),
-    "gspo": ("clip", "sequence", "seq-mean-token-mean", 3e-4, 4e-4),
-    "cispo": ("cispo", "token", "token-mean", 1.0, 4.0),
-    "sapo": ("sapo", "token", "seq-mean-token-mean", 0.2, 0.2),
-    "luspo": ("clip", "sequence", "seq-mean-token-sum", 2e-3, 2.5e-3),
-    "vespo": ("vespo", "sequence-sum", "token-mean", 0.2, 0.2),
-    "rloo": ("policy-gradient", "token", "seq-mean-token-sum", 0.2, 0.2),
-    "reinforce++": ("clip", "token", "token-mean", 0.2, 0.2),
-    "gmpo": ("geo-mean", "token", "seq-mean-token-mean", 0.4, 0.4),
-    "scalerl": ("cispo", "token", "prompt-mean", 1.0, 4.0),
-}
+
+
+def documented():
+    """Of docs/losses.md: name -> surrogate, ratio level, aggregation, clip bounds or None, advantages, paper."""
+    text = (Path(__file__).parent.parent / "docs" / "losses.md").read_text()
+    section = text.split("## Presets")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip("` ") for cell in line.strip("|").split("|")] for line in lines]
+    assert rows[0][2:7] == ["ratio level", "surrogate", "aggregation", CLIPS, "advantages"]
+    table = {}
+    for name, _, level, surrogate, loss_agg, clips, advantage, paper in rows[2:]:
+        bounds = None if clips == "—" else tuple(map(float, re.findall(r"[\d.e-]+", clips)[:2]))
+        paper = re.sub(r"\[(\S+)\]\(https://arxiv.org/abs/\1\)", r"arXiv:\1", paper)
+        assert name not in table, name
+        table[name] = surrogate, level, loss_agg, bounds, advantage, paper
+    return table
+
+
+CLIPS = "clip_low, clip_high"
+# Name -> surrogate, ratio level, aggregation, clip_low, clip_high; not read from PRESETS.
+PAPERS = {name: (*row[:3], *(row[3] or (0.2, 0.2))) for name, row in documented().items()}
 
 
 @functools.cache

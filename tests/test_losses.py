@@ -92,15 +92,6 @@ def test_gradient_matrix(preset, kind):
         torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
 
 
-def test_presets_are_the_papers():
-    names = ("surrogate", "ratio_level", "loss_agg", "clip_low", "clip_high")
-    found = {}
-    for name, preset in fused_rl.PRESETS.items():
-        options = fused_rl.PolicyLossOptions(**preset.options)
-        found[name] = tuple(getattr(options, option) for option in names)
-    assert found == PAPERS
-
-
 def test_one_pass_with_every_option_it_has():
     """policy_token_loss summed is policy_loss, with rollout weights, truncation, a threshold and an entropy bonus."""
     mask, _, advantages, _, drift = batch("partial")

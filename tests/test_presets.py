@@ -2,10 +2,7 @@
 
 import inspect
 import itertools
-import math
-import re
 import typing
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,38 +14,7 @@ from fused_rl.objectives.advantages import ADVANTAGES, Advantage, AdvantageOptio
 from fused_rl.objectives.aggregation import LOSS_AGGS, LossAgg
 from fused_rl.objectives.presets import PresetName
 from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel
-
-HEADER = [
-    "preset",
-    "loss",
-    "ratio level",
-    "surrogate",
-    "aggregation",
-    "clip_low, clip_high",
-    "advantages",
-    "paper",
-]
-
-
-def documented():
-    """Of docs/losses.md: name -> (ratio level, surrogate, aggregation, clip bounds or None, advantages, paper)."""
-    text = (Path(__file__).parent.parent / "docs" / "losses.md").read_text()
-    section = text.split("## Presets")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert rows[0] == HEADER
-    assert all(len(row) == len(HEADER) for row in rows)
-    table = {}
-    for name, _, level, surrogate, loss_agg, clips, advantage, paper in rows[2:]:
-        bounds = (
-            None
-            if clips == "—"
-            else tuple(float(x) for x in re.match(r"(\S+), (\S+)", clips).groups())
-        )
-        paper = re.sub(r"\[(\S+)\]\(https://arxiv.org/abs/\1\)", r"arXiv:\1", paper)
-        assert name.strip("`") not in table, name
-        table[name.strip("`")] = (level, surrogate, loss_agg, bounds, advantage, paper)
-    return table
+from tests.papers import documented
 
 
 def chosen(name):
@@ -56,7 +22,7 @@ def chosen(name):
     o = PolicyLossOptions(**preset.options)
     # a surrogate without a bound: the table has a dash
     clips = (o.clip_low, o.clip_high) if "clip_low" in SURROGATES[o.surrogate].reads else None
-    return o.ratio_level, o.surrogate, o.loss_agg, clips, preset.advantage, preset.paper
+    return o.surrogate, o.ratio_level, o.loss_agg, clips, preset.advantage, preset.paper
 
 
 def test_the_documentation_has_the_table():
@@ -168,19 +134,6 @@ def test_an_option_without_what_it_is_about_is_refused(given, said):
     ):
         with pytest.raises(ValueError, match=rf"^{said}[^\n]*leave it out[^\n]*$"):
             call()
-
-
-HINTS = typing.get_type_hints(PolicyLossOptions)
-NUMBERS = {name for name, hint in HINTS.items() if float in [hint, *typing.get_args(hint)]}
-
-
-@pytest.mark.parametrize("name", sorted(NUMBERS))
-@pytest.mark.parametrize(
-    "value", [math.nan, "0.2", True, torch.tensor(0.2), [0.2], -math.inf], ids=repr
-)
-def test_a_number_that_is_none_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must be a (finite )?number[^\n]*, got "):
-        PolicyLossOptions(**{name: value})
 
 
 def test_closed_sets_are_literals():
