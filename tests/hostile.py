@@ -196,7 +196,12 @@ def build(case: Case) -> Batch:
     mixed = torch.cat([ranked[:, :3], ranked[:, :1], any_id], 1)
     targets = mixed[:, (0, 1, -1)[case.seed % 3]]
     kept = [
-        {*some(2 * i).tolist(), *ranked[i, :i].tolist(), int(targets[i]), case.vocab // 3}
+        {
+            *some(i * (2, 2, 400)[case.seed % 3]).tolist(),
+            *ranked[i, :i].tolist(),
+            int(targets[i]),
+            case.vocab // 3,
+        }
         if i != case.seed % 4
         else []
         for i in range(n)
