@@ -12,8 +12,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 ONE_TILE = ((22, 16, 131), 512)
 MORE_TOKENS = ((22, 16, 131), 0.008)  # N < V: bf16 takes blocks of columns, the last one narrower
 MORE_ROWS = ((70, 16, 37), 0.008)  # N > V: bf16 takes blocks of rows; fp32 always does
-SINGLE_ROWS = ((14, 16, 131), 1e-5)  # less than a row of logits: one row, or sixteen columns
-CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS, "single": SINGLE_ROWS}
 
 
 def make(shape, dtype, device="cpu", bias=True, leading=None, seed=0):

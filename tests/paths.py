@@ -13,7 +13,6 @@ ON_DEVICE = [
     "tests/test_logprobs.py",
     "tests/test_logprobs_autograd.py",
     "tests/test_kernels.py",
-    "tests/test_linear.py",
     "tests/test_linear_autograd.py",
     "tests/test_head.py",
     "tests/test_kl.py",

@@ -18,7 +18,6 @@ from tests.heads import (
     FP64,
     MORE_ROWS,
     MORE_TOKENS,
-    ONE_TILE,
     compare,
     in_dtype,
     kl_and_gradients,
@@ -29,10 +28,7 @@ from tests.heads import (
     upstream_of,
 )
 from tests.kept_sets import some_rows
-from tests.marks import cpu_fast, on_backends, slow
-from tests.pairs import DIRECTIONS
-
-CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
+from tests.marks import on_backends, slow
 
 
 def check(run, leaves, targets, *args, **options):
@@ -45,38 +41,19 @@ def check(run, leaves, targets, *args, **options):
         assert (error <= 4e-6 * truth.abs().clamp(min=1)).all(), f"{error.max():.1e}"
 
 
-# one tile of few rows on the kernels, which are interpreted
-@cpu_fast
-@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_values_and_gradients(backend, run, dtype, workspace):
-    shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, dtype, backend)
-    temperature = torch.linspace(0.5, 2, shape[0], device=backend)
-    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {
-        "mask": mask,
-        "softcap": 4.0,
-        "temperature": temperature,
-        "workspace_mb": workspace_mb,
-    }
-    check(run, leaves, targets, *args, **options)
-
-
-@cpu_fast
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_divergence(backend, direction):
-    shape, workspace_mb = MORE_TOKENS
-    leaves, targets, mask = make(shape, BF16, backend)
-    head = reference_head(shape, BF16, backend)
-    options = {
-        "direction": direction,
-        "mask": mask,
-        "temperature": 0.8,
-        "workspace_mb": workspace_mb,
-    }
-    check(kl_and_gradients, leaves, targets, head, **options)
+@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients, kl_and_gradients])
+def test_values_and_gradients(run, dtype):
+    for shape, workspace_mb in (MORE_TOKENS, MORE_ROWS):
+        leaves, targets, mask = make(shape, dtype)
+        args = {
+            logprobs_and_gradients: [upstream_of(targets)],
+            kl_and_gradients: [reference_head(shape, dtype)],
+        }
+        temperature = torch.linspace(0.5, 2, shape[0])
+        options = {"mask": mask, "temperature": temperature, "workspace_mb": workspace_mb}
+        check(run, leaves, targets, *args.get(run, ()), **options, softcap=4.0)
 
 
 @on_backends("longest", {"gathered and whole": 82, "in tiles": 1024}, most=0)

@@ -7,6 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference
+from fused_rl.ops import tiles
 from tests.heads import (
     BF16,
     FP32,
@@ -201,3 +202,31 @@ def test_autocast(run, parameters):
     options.pop("workspace_mb")
     exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, **options)
     assert_as_good(results, exact, under_autocast(reference, leaves, targets, *args, **options))
+
+
+@pytest.mark.usefixtures("cpu")
+def test_one_pass_in_several_tiles_of_bf16():
+    """The fp32 sum of the weight's gradient, which `_ONE_PASS_ROWS` keeps small cases from."""
+    shape, workspace_mb = (1300, 16, 37), 0.12
+    leaves, targets, _ = make(shape, BF16)
+    budget = tiles.budget(workspace_mb, leaves[0], len(leaves[1]), copied=False)
+    assert tiles.one_pass_rows(leaves[0], 37, (True,) * 3, budget) == 800
+    compare(loss_and_gradients, leaves, targets, workspace_mb=workspace_mb)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_sum_over_many_tiles():
+    """128 blocks of 8 rows that all add to a gradient: summed in bf16 it would stop growing halfway."""
+    leaves, targets, _ = make((1024, 8, 16), BF16)
+    leaves[0] = (1 + leaves[0].detach().abs() / 8).requires_grad_()
+    workspace_mb = 2**-9
+    budget = tiles.budget(workspace_mb, leaves[0], len(leaves[1]), copied=False)
+    assert tiles.backward_tile(leaves[0], 16, (True, True), budget) == (8, 16)
+
+    def gradients(module, leaves, **options):
+        lse = call(module.linear_token_logprobs, leaves, targets, **options).lse
+        return torch.autograd.grad(lse.sum(), leaves[1:])
+
+    found = gradients(fused_rl, leaves, workspace_mb=workspace_mb)
+    for d, truth in zip(found, gradients(reference, in_dtype(leaves, FP64)), strict=True):
+        torch.testing.assert_close(d.double(), truth, rtol=2**-7, atol=0)
