@@ -133,51 +133,23 @@ def make_patch(
     return patching.Patch("toyhost", versions, [row])
 
 
-def test_every_place_is_replaced_and_restored(host):
+def test_every_place_is_replaced_and_restored_once(host, monkeypatch):
+    """Also one that was imported while patched; the original is found throughout."""
     utils, user = host
     patch = make_patch()
-    with patch.apply():
-        assert utils.function is replacement
-        assert user.renamed is replacement
-    assert utils.function is original
-    assert user.renamed is original
-
-
-def test_twice_is_once(host):
-    utils, _ = host
-    patch = make_patch()
-    patch.apply()
-    with patch.apply():
-        pass
+    patch.apply(dtype=1)
+    with patch.apply(dtype=1):
+        assert utils.function is user.renamed is replacement
     assert utils.function is replacement, "the inner `with` has undone what it did not do"
-    patch.remove()
-    patch.remove()
-    assert utils.function is original
-
-
-def test_other_options_are_refused(host):
-    patch = make_patch()
-    with patch.apply(dtype=1), pytest.raises(ValueError, match="unpatch"):
+    assert patch.original(NAME) is original
+    with pytest.raises(ValueError, match="unpatch"):
         patch.apply(dtype=2)
-
-
-def test_a_module_imported_while_patched_is_restored(host, monkeypatch):
-    utils, _ = host
-    patch = make_patch()
-    patch.apply()
     late = types.ModuleType("toyhost.late")
     late.function = utils.function
     monkeypatch.setitem(sys.modules, "toyhost.late", late)
     patch.remove()
-    assert late.function is original
-
-
-def test_the_original_is_found_patched_and_unpatched(host):
-    patch = make_patch()
-    assert patch.original(NAME) is original
-    with patch.apply():
-        assert patch.original(NAME) is original
-    assert patch.original(NAME) is original
+    patch.remove()
+    assert utils.function is user.renamed is late.function is patch.original(NAME) is original
 
 
 # Releases

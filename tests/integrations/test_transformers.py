@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_rl.integrations import patching
 from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch, unpatch
 from tests.integrations import tiny_models
-from tests.integrations.trainer_runs import Run, assert_equal_runs, make_trainer, train
+from tests.integrations.trainer_runs import assert_equal_runs, train
 from tests.marks import slow
 
 transformers = pytest.importorskip("transformers")
@@ -93,29 +93,6 @@ def test_label_smoothing_and_z_loss():
         capped(**inputs)
 
 
-def test_fp16_gradients_survive_a_large_batch():
-    """The share of one token in 40,000 times a probability is 0 in fp16 unless it is taken late."""
-    torch.manual_seed(0)
-    head = torch.nn.Linear(32, 500, bias=False).half()
-    hidden = torch.randn(128, 32).half()
-    targets = torch.randint(500, (128,))
-    count = torch.tensor(40000)
-    scale = 65536.0
-
-    def gradient(dtype):
-        made = copy.deepcopy(head).to(dtype)
-        x = hidden.to(dtype).requires_grad_()
-        if dtype == torch.float64:
-            loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") / count
-        else:
-            loss = UnformedLogits(made, x).mean_loss(targets, count, workspace_mb=64.0)
-        (loss * scale).backward()
-        return made.weight.grad.double()
-
-    exact = gradient(torch.float64)
-    assert (gradient(torch.float16) - exact).norm() < 5e-4 * exact.norm()
-
-
 PRECISIONS = {
     "fp32": (torch.float32, None),
     "bf16": (torch.bfloat16, None),
@@ -141,30 +118,25 @@ def test_a_batch_without_labels_has_stocks_loss_and_adds_no_gradient(precision, 
     """Alone, and as a micro-batch or a shard beside one that has labels."""
     dtype, autocast = PRECISIONS[precision]
     model = tiny_models.model("qwen2-tied", dtype)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="fp16" in precision)
-    full = batch()
+    full, weights = batch(), [*model.parameters()]
     empty = {key: value[:, :length] for key, value in full.items()}
     empty["labels"] = torch.full_like(empty["labels"], -100)
-    counts = (None, 0, torch.tensor(0), torch.tensor([0.0]), 7, torch.tensor(7), torch.tensor([7]))
-    for count in counts:
-        found = {}
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            for way, loss in losses_of(model, empty, count):
-                model.zero_grad()
-                scaler.scale(loss).sum().backward()
-                assert all(not p.grad.any() for p in model.parameters())
-                found[way] = loss
-            for loss in found.values():
+
+    def gradients(*losses):
+        total = sum(1024 * loss.sum() for loss in losses)
+        return torch.autograd.grad(total, weights, retain_graph=True)
+
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        beside = dict(losses_of(model, full, 30))
+        for _ in range(2):  # from the second use of a graph on, a head forms its logits again
+            wanted = {way: gradients(loss) for way, loss in beside.items()}
+        for count in (None, 0, torch.tensor([0.0]), 7, torch.tensor([7])):
+            found = dict(losses_of(model, empty, count))
+            for way, loss in found.items():
                 torch.testing.assert_close(loss, found["stock"], equal_nan=True, rtol=0, atol=0)
-            # beside one that has labels, whichever comes first
-            alone = dict(losses_of(model, full, 30))
-            together = dict(losses_of(model, empty, count))
-            for way, loss in alone.items():
-                wanted = torch.autograd.grad(scaler.scale(loss), [*model.parameters()])
-                again = dict(losses_of(model, full, 30))[way]
-                sum_of_both = scaler.scale(together[way].sum() + again)
-                gradients = torch.autograd.grad(sum_of_both, [*model.parameters()])
-                torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
+                assert not any(d.any() for d in gradients(loss))
+                both = gradients(loss, beside[way])
+                torch.testing.assert_close(both, wanted[way], rtol=0, atol=0)
 
 
 class Largest(TorchDispatchMode):
@@ -331,25 +303,18 @@ def test_unpatch_leaves_nothing_behind():
     assert type(model(**batch()).logits) is torch.Tensor
 
 
-def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
-    """Mixed precision replaces the forward by a wrapper around ours, which stays and then does nothing."""
-    model = tiny_models.model("qwen2")
-    patch(model)
-    make_trainer(model, tmp_path, "fused", Run(), bf16=True).train()
-    unpatch(model)
-    assert type(model(**batch()).logits) is torch.Tensor
-    with pytest.raises(ValueError, match="was replaced already"):
-        patch(model)
-
-
-def test_accelerate_unwraps_a_patched_model():
-    """And makes a method of its forward."""
+def test_accelerate_wraps_and_unwraps_a_patched_model():
+    """It makes a method of its forward; unpatched within a wrapper, ours stays and then does nothing."""
     model = tiny_models.model("qwen2")
     stock = model(**batch()).loss
     patch(model)
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     unwrapped = accelerate.utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
     torch.testing.assert_close(unwrapped(**batch()).loss, stock)
+    unpatch(model)
+    assert type(model(**batch()).logits) is torch.Tensor
+    with pytest.raises(ValueError, match="was replaced already"):
+        patch(model)
 
 
 def test_labels_by_position_shifted_labels_and_counts():
@@ -374,19 +339,16 @@ def test_labels_by_position_shifted_labels_and_counts():
         assert isinstance(outputs[1], UnformedLogits)
         torch.testing.assert_close(outputs[0], want)
     plain = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    for count in (None, 7, torch.tensor(7)):
+    for count in (None, 7):
         want = model(**inputs, num_items_in_batch=count).loss
-        torch.testing.assert_close(causal_lm_loss(plain, inputs["labels"], count), want)
         torch.testing.assert_close(causal_lm_loss((plain.logits,), inputs["labels"], count), want)
         found = causal_lm_loss(plain, None, count, shift_labels=shifted)
         torch.testing.assert_close(found, want)
-    for ignored in (-100, -1, 0):
-        labels = inputs["labels"].masked_fill(inputs["labels"] < 0, ignored)
-        found = causal_lm_loss(plain, labels, ignore_index=ignored)
-        want = torch.nn.functional.cross_entropy(
-            plain.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=ignored
-        )
-        torch.testing.assert_close(found, want)
+    labels = inputs["labels"].masked_fill(inputs["labels"] < 0, 0)
+    found = causal_lm_loss(plain, labels, ignore_index=0)
+    logits = plain.logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=0)
+    torch.testing.assert_close(found, want)
 
 
 def changed(change):
@@ -430,10 +392,8 @@ def test_scales_and_caps_are_followed(change):
     ("change", "operation"),
     [
         (lambda x: x[..., :50], "getitem"),
-        (lambda x: x * torch.tensor(2.0), "a product with a tensor"),
         (lambda x: x / torch.tensor(2.0), "a quotient with a tensor"),
         (lambda x: torch.tanh(torch.tanh(x)), "a second tanh"),
-        (lambda x: torch.cat([x, x], -1), "cat"),
     ],
 )
 def test_a_forward_that_does_anything_else_is_refused(change, operation):
@@ -475,8 +435,6 @@ def test_logits_of_a_training_step_are_refused_by_name():
         "argmax": lambda x: x.argmax(-1),
         "getitem": lambda x: x[:, -1],
         "iter": list,
-        "softmax": lambda x: torch.softmax(x, -1),
-        "add": lambda x: x.float() + 1,
         "torch.Tensor.mul": lambda x: torch.ones(2) * x,
     }
     for operation, use in uses.items():
@@ -508,16 +466,14 @@ def test_a_release_that_is_not_known_is_tried(monkeypatch):
     with pytest.raises(ImportError, match="transformers 99.0 is not a release.*install"):
         patch(model, strict=True)
     exact = UnformedLogits.mean_loss
+    for i, of_means in enumerate((True, False)):
 
-    def means_differ(logits, targets, items, **options):
-        return exact(logits, targets, items, **options) * (1.01 if items is None else 1)
+        def differs(logits, targets, items, of_means=of_means, **options):
+            loss = exact(logits, targets, items, **options)
+            return loss * (1.01 if (items is None) == of_means else 1)
 
-    def sums_differ(logits, targets, items, **options):
-        return exact(logits, targets, items, **options) * (1 if items is None else 1.01)
-
-    for i, wrong in enumerate((means_differ, sums_differ)):
         monkeypatch.setattr(patching.importlib.metadata, "version", lambda name, i=i: f"99.1.{i}")
-        monkeypatch.setattr(UnformedLogits, "mean_loss", wrong)
+        monkeypatch.setattr(UnformedLogits, "mean_loss", differs)
         with pytest.raises(ImportError, match=f"99.1.{i}.*failed in float32: output 0 differs"):
             patch(model)
         assert "forward" not in vars(model)
