@@ -195,9 +195,10 @@ def _var(x, b):
     return torch.where(b.mask, x - _mean(x, b), 0).square().sum() / (b.mask.sum() - 1).clamp(min=1)
 
 
-def _whitened(x, b):
+def _whitened(x, b, shift_mean=True):
     mean, var = _mean(x, b).detach(), _var(x, b).detach()
-    return torch.where(b.mask, (x - mean) / (var + 1e-8).sqrt(), 0)
+    shift = 0 if shift_mean else mean
+    return torch.where(b.mask, (x - mean) / (var + 1e-8).sqrt() + shift, 0)
 
 
 def _group(x, b):
@@ -255,6 +256,11 @@ FUNCTIONS = {
     "masked_mean": Function(lambda x, b: fused_rl.masked_mean(x, b.mask), _mean, "values"),
     "masked_var": Function(lambda x, b: fused_rl.masked_var(x, b.mask), _var, "values"),
     "whiten": Function(lambda x, b: fused_rl.whiten(x, b.mask), _whitened, "values"),
+    "whiten, the mean stays": Function(
+        lambda x, b: fused_rl.whiten(x, b.mask, shift_mean=False),
+        functools.partial(_whitened, shift_mean=False),
+        "values",
+    ),
     "gae": Function(
         lambda x, b: fused_rl.gae(b.ref, x, b.mask, gamma=0.9, gae_lambda=0.8),
         lambda x, b: reference.gae(

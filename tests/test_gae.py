@@ -1,6 +1,7 @@
 """GAE against the loop from the last token to the first, in fp64."""
 
-import pytest
+import contextlib
+
 import torch
 
 import fused_rl
@@ -21,7 +22,8 @@ def batch(b, t, keep=0.7, seed=0, device="cpu"):
 
 
 def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
-    got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
+    with interpreter.check_memory() if DEVICE == "cpu" else contextlib.nullcontext():
+        got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     want = reference.gae(
         rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda
     )
@@ -31,10 +33,9 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
         torch.testing.assert_close(ours, best.float(), rtol=1e-6, atol=1e-6)
 
 
-# Masked positions are as if not there.
-@pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])
-def test_known_values(mask):
-    mask = torch.tensor([mask], dtype=torch.bool)
+def test_known_values():
+    """Masked positions are as if not there."""
+    mask = torch.tensor([[False, True, True, False, True, False, True, False]])
     rewards, values = torch.full((2, *mask.shape), torch.nan)
     rewards[mask], values[mask] = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.1, 0.2, 0.3, 0.4]])
     advantages, returns = reference.gae(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
@@ -47,7 +48,7 @@ def test_known_values(mask):
 DECAYS = [(0.99, 0.95), (1, 1), (1, 0), (0.3, 0.4), (0.99999, 0.99999), (0, 1)]
 
 
-@on_backends("length, decay", [1, 2, 3, 127, 1025], DECAYS, most=4)
+@on_backends("length, decay", [1, 2, 3, 127, 1025], DECAYS, most=5)
 def test_equals_the_loop(backend, length, decay):
     gamma, gae_lambda = decay
     if length > 200 and gamma * gae_lambda < 0.1:
@@ -84,23 +85,5 @@ def test_strides_and_detachment(backend):
         assert not ours.requires_grad
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="counts what the interpreter loads and stores"
-)
-def test_stays_inside_its_tensors():
-    rewards, values, mask = batch(3, 1100)
-    with interpreter.check_memory():
-        fused_rl.gae(rewards, values, mask, gamma=0.99, gae_lambda=0.95)
-
-
 def test_operator_registration():
     torch.library.opcheck(torch.ops.fused_rl.gae.default, (*batch(2, 9, device=DEVICE), 0.9, 0.8))
-
-
-def test_what_lies_behind_a_block_reaches_it(backend):
-    """Rows of more than 1024 tokens are read in blocks; a reward of the last token reaches the first."""
-    rewards = torch.zeros(1, 1100, device=backend)
-    rewards[0, -1] = 1.0
-    mask = torch.ones_like(rewards, dtype=torch.bool)
-    _, returns = fused_rl.gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, gae_lambda=1.0)
-    assert torch.equal(returns, torch.ones_like(rewards))

@@ -377,6 +377,7 @@ def check_tokens(function, case):
     ]
     for i, (ours, exact, naive) in enumerate(zip(*ran, strict=True)):
         error = (naive.double() - exact).abs().amax() if exact.numel() else 0
+        assert ours.dtype == (case.dtype if i + 1 == len(ran[0]) else wide)
         rounding = 2e-5 + 2 * torch.finfo(ours.dtype).eps
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
 

@@ -63,10 +63,9 @@ def test_skipped_tokens_of_a_token_loss():
     logprobs, old, measured, advantages, mask, kept = inputs()
     given = measured | {"kl_coef": 0.1, "num_tokens": 15}
     found = []
-    for counted, skips in ((mask, True), (kept, False)):
-        token_loss, per_token = policy_token_loss(
-            old, advantages, counted, skip_impossible=skips, **given
-        )
+    for counted in (mask, kept):
+        options = given | {"skip_impossible": counted is mask}
+        token_loss, per_token = policy_token_loss(old, advantages, counted, **options)
         leaf = logprobs.clone().requires_grad_()
         loss = token_loss(leaf[counted], None, *(x[counted] for x in per_token)).sum()
         found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))

@@ -97,28 +97,18 @@ def test_one_pass_with_every_option_it_has():
     mask, _, advantages, _, drift = batch("partial")
     logprobs = (torch.randn(B, T) - 3).requires_grad_()
     entropy = torch.rand(B, T).requires_grad_()
-    options = {
-        "ref_logprobs": logprobs.detach() + drift[1],
-        "kl_coef": 0.1,
-        "entropy_coef": 0.05,
-        "preset": "grpo",
-    }
-    options |= {
-        "rollout_logprobs": logprobs.detach() - drift[1],
-        "rollout_correction": "sequence-truncate",
-    }
-    options |= {"truncated": torch.tensor([False, True, False, False]), "entropy_threshold": 0.3}
-    for old in (logprobs.detach() + drift[0], None):
-        if old is None:  # whose ratio to the sampler is the caller's to know
-            del options["rollout_logprobs"], options["rollout_correction"]
-        want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
-        token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **options)
-        loss = token_loss(
-            logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)
-        ).sum()
-        torch.testing.assert_close(loss, want)
-        grads = [torch.autograd.grad(x, (logprobs, entropy)) for x in (loss, want)]
-        torch.testing.assert_close(*grads)
+    near = logprobs.detach() + drift[1]
+    options = {"preset": "grpo", "ref_logprobs": near, "kl_coef": 0.1, "entropy_coef": 0.05}
+    options |= {"truncated": torch.arange(B) == 1, "entropy_threshold": 0.3}
+    sampled = {"rollout_logprobs": near, "rollout_correction": "sequence-truncate"}
+    # Without old log-probabilities the ratio to the sampler is the caller's to know.
+    for old, more in ((logprobs.detach() + drift[0], sampled), (None, {})):
+        given = options | more
+        want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **given)
+        token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given)
+        loss = token_loss(logprobs[mask], entropy[mask], *(x[mask] for x in per_token)).sum()
+        both = [(x, *torch.autograd.grad(x, (logprobs, entropy))) for x in (loss, want)]
+        torch.testing.assert_close(*both)
 
 
 # (options whose bound every token stands at, the same a little tighter)
@@ -235,12 +225,10 @@ def test_gspo_with_an_advantage_per_token_is_gspo_token():
     mask, ids, _, spread, drift = batch("partial")
     logprobs = logprobs_of("partial")
     old = logprobs.detach() + 1e-3 * drift[0]
-    surrogate, level, loss_agg, low, high = PAPERS["gspo"]
-    options = {"surrogate": surrogate, "ratio_level": level, "loss_agg": loss_agg}
-    options |= {"clip_low": low, "clip_high": high, "sequence_ids": ids}
+    names = "surrogate", "ratio_level", "loss_agg", "clip_low", "clip_high"
+    options = dict(zip(names, PAPERS["gspo"], strict=True)) | {"sequence_ids": ids}
     for advantages in (drift[1], spread):
         want = papers.policy_loss(logprobs, old, advantages, mask, **options)
         loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset="gspo")
-        torch.testing.assert_close(loss, want)
-        grads = [torch.autograd.grad(x, logprobs)[0] for x in (loss, want)]
-        torch.testing.assert_close(*grads)
+        both = [(x, *torch.autograd.grad(x, logprobs)) for x in (loss, want)]
+        torch.testing.assert_close(*both)

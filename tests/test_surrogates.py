@@ -2,12 +2,14 @@
 
 import math
 import statistics
+import typing
 
 import pytest
 import torch
 
 import fused_rl
 from fused_rl.objectives import surrogates
+from fused_rl.objectives.presets import RolloutCorrection
 from tests.papers import F64, B, T, batch
 
 pytestmark = pytest.mark.usefixtures("cpu", "seeded")
@@ -18,41 +20,31 @@ def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
     return -sequences.expand(means) * advantages
 
 
-def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none():
+def test_a_surrogate_of_ones_own_in_one_pass():
+    """One that needs sequences is refused at once if it declares it, else when it reaches for them."""
     mask, _, advantages, _, drift = batch("partial")
+
+    def tanh_surrogate(log_ratio, advantages, logprobs, sequences, options):
+        return -torch.tanh(log_ratio.exp() - 1) * advantages
+
+    def by_token(surrogate):
+        given = drift[0], advantages, mask
+        token_loss, per_token = fused_rl.policy_token_loss(*given, surrogate=surrogate)
+        return token_loss(drift[1][mask], None, *(x[mask] for x in per_token)).sum()
+
+    want, _ = fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=tanh_surrogate)
+    torch.testing.assert_close(by_token(tanh_surrogate), want, rtol=1e-5, atol=1e-6)
+    said = "uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol"
+    with pytest.raises(ValueError, match=said):
+        by_token(needs_lengths)
     declared = surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments))
     with pytest.raises(ValueError, match="needs more than one token"):
         fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=declared)
     fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=declared)
 
 
-def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
-    mask, _, advantages, _, drift = batch("partial")
-    token_loss, per_token = fused_rl.policy_token_loss(
-        drift[0], advantages, mask, surrogate=needs_lengths
-    )
-    said = "uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol"
-    with pytest.raises(ValueError, match=said):
-        token_loss(drift[1][mask], None, *(x[mask] for x in per_token))
-
-
-def test_a_surrogate_of_ones_own_in_one_pass():
-    mask, _, advantages, _, drift = batch("partial")
-
-    def tanh_surrogate(log_ratio, advantages, logprobs, sequences, options):
-        return -torch.tanh(log_ratio.exp() - 1) * advantages
-
-    token_loss, per_token = fused_rl.policy_token_loss(
-        drift[0], advantages, mask, surrogate=tanh_surrogate
-    )
-    loss = token_loss(drift[1][mask], None, *(x[mask] for x in per_token)).sum()
-    want, _ = fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=tanh_surrogate)
-    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
-
-
 BAD_SURROGATES = {
     "a sum": lambda r, a, lp, s, o: -(r.exp() * a).sum(),
-    "a column": lambda r, a, lp, s, o: -(r.exp() * a).sum(1, keepdim=True),
     "another dtype": lambda r, a, lp, s, o: -(r.exp() * a).bfloat16(),
     "nothing": lambda r, a, lp, s, o: None,
 }
@@ -266,7 +258,10 @@ GATES = {
 
 
 # Kept just so, or not.
-@pytest.mark.parametrize(("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)])
+CORRECTIONS = [(None, -1e-5), *((name, 1e-5) for name in typing.get_args(RolloutCorrection))]
+
+
+@pytest.mark.parametrize(("correction", "beside"), CORRECTIONS)
 @pytest.mark.parametrize("gate", surrogates.ROLLOUT_GATES)
 def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, correction, beside):
     mask, _, advantages, spread, drift = batch("partial")
@@ -279,13 +274,16 @@ def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, corr
     assert 0 < kept.sum() < B
 
     bounds = {"rollout_gate": gate, "rollout_gate_low": low, "rollout_gate_high": high}
-    given = {
-        "rollout_logprobs": rollout,
-        "rollout_correction": correction,
-        "clip_low": 1.0,
-        "clip_high": math.inf,
-    }
-    weights = 1 if correction is None else (old - rollout).exp().clamp(max=2.0)
+    given = {"rollout_logprobs": rollout, "rollout_correction": correction}
+    given |= {"clip_low": 1.0, "clip_high": math.inf} | ({"rollout_low": 0.7} if correction else {})
+    weights = torch.where(mask, old - rollout, 0)
+    if "sequence" in str(correction):
+        weights = weights.sum(1, keepdim=True).expand(B, T)
+    weights = weights.exp() if correction else torch.ones(B, T, dtype=F64)
+    if "mask" in str(correction):
+        weights = torch.where((weights > 2.0) | (weights < 0.7), 0, weights)
+    elif correction:
+        weights = weights.clamp(0.7, 2.0)
     want = (
         torch.where(mask & kept[:, None], -(logprobs - old).exp() * spread * weights, 0).sum()
         / mask.sum()
