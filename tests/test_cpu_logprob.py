@@ -39,17 +39,6 @@ def test_hostile_rows(name):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("ties", [2, 700])
-def test_ties_with_the_maximum_are_counted(ties):
-    """In one block, and in two: `rest` holds all of them but one."""
-    logits = torch.full((1, 1500), -math.inf)
-    logits[:, :: 1500 // ties][:, :ties] = 7.0
-    found = logprob.logprob_fwd(logits, torch.tensor([0]), None, 1.0, None)
-    assert found.rest.item() == ties - 1
-    assert found.entropy.item() == pytest.approx(math.log(ties), rel=1e-7)
-
-
-@pytest.mark.usefixtures("path")
 def test_a_rising_maximum_keeps_the_digits_of_what_was_before():
     """Each block's maximum lies far above the last one's: what stands so far becomes small, and must not be rounded."""
     logits = torch.full((1, 1536), -math.inf)

@@ -175,21 +175,6 @@ def test_one_token_with_all_the_mass(gap, column, inv_t):
     torch.testing.assert_close(logprobs[0].double(), -rest.log1p(), rtol=3e-7, atol=0)
 
 
-def test_ties_share_the_mass():
-    # alone; in one thread, one lane, the narrow end; everywhere
-    for columns in ([5], [5, 6], [5, 261], [5, 2399], [0, 5, 256, 261, 2300, 2399]):
-        row = torch.full((1, 2400), -40.0, device=DEVICE)
-        row[0, columns] = 3.0
-        target = torch.tensor([columns[-1]], device=DEVICE)
-        found = logprob.logprob_fwd(row, target, None, 1.0, None)
-        logprobs, h, _, _, rest = [x.cpu() for x in found]
-        torch.testing.assert_close(rest, torch.tensor([len(columns) - 1.0]), rtol=0, atol=1e-13)
-        torch.testing.assert_close(
-            h, torch.tensor([float(len(columns))]).log(), rtol=2e-7, atol=1e-13
-        )
-        torch.testing.assert_close(logprobs, -h, rtol=2e-7, atol=1e-13)
-
-
 # ----------------------------------------------------------------------------------------- helpers of a row's end
 
 

@@ -114,25 +114,27 @@ def test_shift_of_sequences_without_a_successor(backend, length):
     assert not logits.grad.any()
 
 
-def test_fp64_logits_keep_their_digits():
+@pytest.mark.parametrize("several", [(), (4,)])
+def test_fp64_logits_keep_their_digits(several):
     """Outputs and gradients are fp64, by the definition; every option means what it means in fp32."""
     made = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 5, 11, dtype=torch.float64, generator=made, requires_grad=True)
-    targets = torch.randint(0, 11, (2, 5), generator=made)
+    targets = torch.randint(0, 11, (2, 5, *several), generator=made)
     mask = torch.rand(2, 4, generator=made) > 0.3
     temperature = torch.rand(2, 1, generator=made) + 0.5
     options = {"mask": mask, "temperature": temperature, "softcap": 2.0, "shift": True}
 
-    def outputs(x):
-        return torch.stack(token_logprobs(x, targets, **options))
+    def outputs(op, x):
+        return tuple(op(x, targets, **options))
 
-    found = outputs(logits)
+    found = outputs(token_logprobs, logits)
+    narrow = outputs(token_logprobs, logits.detach().float())
     options["temperature"] = temperature.double()
-    exact = torch.stack(reference.token_logprobs(logits, targets, **options))
+    exact = outputs(reference.token_logprobs, logits)
     torch.testing.assert_close(found, exact, atol=1e-13, rtol=0)
-    assert torch.autograd.gradcheck(outputs, logits)
-    narrow = torch.stack(token_logprobs(logits.detach().float(), targets, **options))
-    torch.testing.assert_close(narrow.double(), exact, atol=2e-6, rtol=0)
+    torch.testing.assert_close([x.double() for x in narrow], [*exact], atol=2e-6, rtol=0)
+    for op in (token_logprobs, reference.token_logprobs):
+        assert torch.autograd.gradcheck(lambda x, op=op: outputs(op, x), logits)
 
 
 @pytest.mark.gpu

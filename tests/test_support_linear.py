@@ -6,7 +6,7 @@ import torch
 import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.kernels.states import RowSupport
-from tests.heads import Work, in_dtype, make, peak_bytes
+from tests.heads import Work, make, peak_bytes
 from tests.kept_sets import (
     BF16,
     FP32,
@@ -163,28 +163,6 @@ def test_whole_rows_go_through_tiles_with_their_bits(backend):
     none = TokenSupport.from_lists([[]] * 6).to(backend)
     expected = linear(fused_rl, leaves, targets, upstream)
     assert_same_bits(linear(fused_rl, leaves, targets, upstream, support=none), expected)
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("frozen", range(3))
-def test_frozen_leaves(frozen):
-    support, targets = sets_of(MIXED)
-    leaves = make_head(12, 33, 701, FP32, "cpu")
-    every = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
-    leaves[frozen].requires_grad_(False)
-    some = linear(fused_rl, leaves, targets, upstream_of(targets), support=support)[3:]
-    del every[frozen]
-    assert_same_bits(some, every)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_autocast():
-    support, targets = sets_of(MIXED)
-    leaves, upstream = make_head(12, 33, 701, FP32, "cpu", bias=False), upstream_of(targets)
-    with torch.autocast("cpu", BF16):
-        cast = linear(fused_rl, leaves, targets, upstream, support=support)
-    low = linear(fused_rl, in_dtype(leaves, BF16), targets, upstream, support=support)
-    assert_same_bits(cast, [*low[:3], *(x.float() for x in low[3:])])
 
 
 @pytest.mark.usefixtures("cpu")
