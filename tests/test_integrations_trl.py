@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from fused_rl.integrations import trl as integration
+from fused_rl.integrations.trl import ChunkedDivergenceFunction as DIVERGENCE
+from fused_rl.integrations.trl import ChunkedLogProbFunction as HEAD
 from fused_rl.ops import tiles
 from tests.integrations import formulas
 from tests.integrations.trl_heads import (
@@ -55,9 +56,7 @@ def head_on_both(name, dtype, n):
     theirs = run_head(
         chunked_logprob.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options
     )
-    ours = run_head(
-        integration.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options
-    )
+    ours = run_head(HEAD.apply, leaves_of(head, dtype), targets, options)
     for one, *three in zip(NAMES, ours, theirs, exact, strict=True):
         if three[0] is not None:
             yield one, *three
@@ -85,7 +84,7 @@ def test_a_compiled_head_runs_between_two_graphs():
     targets = make_targets(head, HEADS["bias"][0])
 
     def call(*leaves):
-        return 2 * integration.ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 16)[0]
+        return 2 * HEAD.apply(*leaves, targets, 0.7, 16)[0]
 
     results = []
     for function in (call, torch.compile(call, backend="aot_eager")):
@@ -95,17 +94,24 @@ def test_a_compiled_head_runs_between_two_graphs():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    "outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1",), ("mean_logits",), ALL[2:]]
-)
-def test_outputs_that_are_not_needed_are_none(outputs):
+# Outputs, and the leaves that are frozen: hidden states, weight, bias.
+NEEDED = [(("log_probs",), (1, 2)), (("log_probs", "entropy"), (0,)), (("is_top1",), (0, 1))]
+NEEDED += [(("mean_logits",), (2,)), (ALL[2:], ())]
+
+
+@pytest.mark.parametrize(("outputs", "frozen"), NEEDED)
+def test_outputs_and_gradients_that_are_not_needed_are_none(outputs, frozen):
     head, options = make_head(FP32), (1.0, None, 1.0)
-    targets = make_targets(head, options)
-    exact = exact_head(head, targets, options)
-    apply = integration.ChunkedLogProbFunction.apply
-    ours = run_head(apply, leaves_of(head, FP32), targets, options, outputs)
-    for name, one, truth in zip(ALL, ours, exact, strict=False):
-        assert (one is not None) == (name in ("log_probs", *outputs))
+    targets, wanted = make_targets(head, options), ("log_probs", *outputs)
+    wide, leaves = leaves_of(head, FP64), leaves_of(head, FP32)
+    for i in frozen:
+        leaves[i].requires_grad_(False)
+    found = run_head(HEAD.apply, leaves, targets, options, outputs)
+    exact = formulas.row_outputs(formulas.scores(*wide, *options), targets)
+    backward_of([x for name, x in zip(ALL[:2], exact, strict=False) if name in wanted])
+    wanted += tuple(name for i, name in enumerate(NAMES[5:]) if i not in frozen)
+    for name, one, truth in zip(NAMES, found, [*exact, *gradients(wide)], strict=True):
+        assert (one is not None) == (name in wanted)
         if one is not None:
             torch.testing.assert_close(one.to(truth.dtype), truth, rtol=1e-5, atol=1e-5)
             assert one.requires_grad == (name in ALL[:2])
@@ -119,28 +125,12 @@ def test_top1_is_the_first_of_equal_tokens():
     targets = torch.tensor([1, 2, 3, 0, 0])
     weight, nothing = torch.eye(4), torch.zeros(1, 4)
     found = []
-    for function in (chunked_logprob.ChunkedLogProbFunction, integration.ChunkedLogProbFunction):
+    for function in (chunked_logprob.ChunkedLogProbFunction, HEAD):
         rows = []
         for row, target in zip(logits, targets[:, None], strict=True):
             rows.append(function.apply(nothing, weight, row, target, 1.0, 4, None, 1.0, ALL)[-1])
         found.append(torch.cat(rows).tolist())
     assert found[0] == found[1] == [True, False, False, False, True]
-
-
-@pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1), (2,)])
-def test_frozen_tensors_get_no_gradient(frozen):
-    head, options = make_head(FP32), (1.0, None, 1.0)
-    targets = make_targets(head, options)
-    exact = exact_head(head, targets, options)[5:]
-    leaves = leaves_of(head, FP32)
-    for i in frozen:
-        leaves[i].requires_grad_(False)
-    found = run_head(integration.ChunkedLogProbFunction.apply, leaves, targets, options)[5:]
-    for i, (one, truth) in enumerate(zip(found, exact, strict=True)):
-        if i in frozen:
-            assert one is None
-        else:
-            torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 MIXED = {
@@ -166,7 +156,7 @@ def test_dtypes_that_differ(name, monkeypatch):
     exact += exact_divergence(head, teacher, 0.0, 0.8)
     found, head_leaves = [], None
     for of_head, of_divergence in (
-        (integration.ChunkedLogProbFunction, integration.ChunkedDivergenceFunction),
+        (HEAD, DIVERGENCE),
         (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction),
     ):
         leaves, again = ([x.detach().clone().requires_grad_() for x in head] for _ in range(2))
@@ -187,26 +177,21 @@ def test_dtypes_that_differ(name, monkeypatch):
 
 def test_backward_twice_and_changed_outputs():
     """A retained graph gives its gradient again, also when the outputs were changed in place."""
-    head, options = make_head(FP32), (1.0, None, 1.0)
-    targets = make_targets(head, options)
-    teacher = make_head(FP32, seed=1)
+    head, teacher = make_head(FP32), make_head(FP32, seed=1)
+    targets = make_targets(head, (1.0, None, 1.0))
     for function in (
-        lambda *x: integration.ChunkedLogProbFunction.apply(
-            *x, targets, *options[:1], 64, None, 1.0, ALL
-        )[:2],
-        lambda *x: integration.ChunkedDivergenceFunction.apply(*x, *teacher, 0.5)[:1],
+        lambda *x: HEAD.apply(*x, targets, 1.0, 64, None, 1.0, ALL)[:2],
+        lambda *x: DIVERGENCE.apply(*x, *teacher, 0.5)[:1],
     ):
         leaves = leaves_of(head, FP32)
         outputs = function(*leaves)
-        upstream = [torch.ones_like(x) for x in outputs]
-        first = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+        given = outputs, leaves, [torch.ones_like(x, requires_grad=True) for x in outputs]
+        first = torch.autograd.grad(*given, retain_graph=True)
         with torch.no_grad():
             for x in outputs:
                 x.mul_(0)
-        second = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-        assert all(map(torch.equal, first, second))
-        upstream = [x.requires_grad_() for x in upstream]
-        (slope,) = torch.autograd.grad(outputs, leaves[:1], upstream, create_graph=True)
+        assert all(map(torch.equal, first, torch.autograd.grad(*given, retain_graph=True)))
+        slope = torch.autograd.grad(*given, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="once_differentiable"):
             slope.sum().backward()
 
@@ -234,11 +219,9 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
         leaves, other = leaves_of(head, FP32), [x.clone() for x in teacher]
         whole.update((x, x.data) for x in (*leaves[1:], *other[1:]))
         with gather(*leaves[1:]):
-            outputs = integration.ChunkedLogProbFunction.apply(
-                *leaves, targets, 1.0, 64, None, 1.0, ALL
-            )[:2]
+            outputs = HEAD.apply(*leaves, targets, 1.0, 64, None, 1.0, ALL)[:2]
         if i:
-            outputs = integration.ChunkedDivergenceFunction.apply(*leaves, *other, 1.0)[:1]
+            outputs = DIVERGENCE.apply(*leaves, *other, 1.0)[:1]
         assert leaves[1].numel() == 0
         # An empty leaf cannot hold a gradient.
         found = torch.autograd.grad(outputs, leaves, upstream_of(outputs))
@@ -279,9 +262,7 @@ def divergence_on_both(beta, dtype, scales, n):
         scales,
     )
     leaves = leaves_of(student, dtype)
-    ours = run_divergence(
-        integration.ChunkedDivergenceFunction.apply, leaves, teacher, beta, 0.7, scales
-    )
+    ours = run_divergence(DIVERGENCE.apply, leaves, teacher, beta, 0.7, scales)
     assert not ours[1].requires_grad
     for one, *three in zip(("divergence", "entropy", *NAMES[5:]), ours, theirs, exact, strict=True):
         if three[0] is not None:
@@ -307,39 +288,19 @@ def test_divergence(beta, dtype, scales, monkeypatch):
 # What is not served is TRL's own, to the bit.
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"temperature": -1.0}, {"temperature": 1e-7}, {"outputs": (*ALL, "new")}],
-    ids=str,
-)
-def test_other_heads_are_the_hosts(changed):
-    head = make_head(FP32)
-    targets = make_targets(head, (1.0, None, 1.0))
-    options = changed.get("temperature", 1.0), None, 1.0
-    ours, theirs = (
-        run_head(
-            function.apply,
-            leaves_of(head, FP32),
-            targets,
-            options,
-            changed.get("outputs", ALL),
-        )
-        for function in (integration.ChunkedLogProbFunction, chunked_logprob.ChunkedLogProbFunction)
-    )
-    assert all(map(same_bits, ours, theirs))
+@pytest.mark.parametrize(("temperature", "outputs"), [(-1.0, ALL), (1e-7, ALL), (1.0, (*ALL, "n"))])
+def test_other_heads_are_the_hosts(temperature, outputs):
+    head, functions = make_head(FP32), (HEAD, chunked_logprob.ChunkedLogProbFunction)
+    given = make_targets(head, (1.0, None, 1.0)), (temperature, None, 1.0), outputs
+    pair = [run_head(function.apply, leaves_of(head, FP32), *given) for function in functions]
+    assert all(map(same_bits, *pair))
 
 
 def test_other_divergences_are_the_hosts():
     student, teacher = make_head(FP32), make_head(FP32, seed=1)
-    ours, theirs = (
-        run_divergence(function.apply, leaves_of(student, FP32), teacher, 0.5, -1.0)
-        for function in (
-            integration.ChunkedDivergenceFunction,
-            chunked_divergence.ChunkedDivergenceFunction,
-        )
-    )
-    assert all(map(same_bits, ours, theirs))
+    functions = DIVERGENCE, chunked_divergence.ChunkedDivergenceFunction
+    given = teacher, 0.5, -1.0
+    pair = [run_divergence(each.apply, leaves_of(student, FP32), *given) for each in functions]
+    assert all(map(same_bits, *pair))
     with pytest.raises(ValueError, match="math domain"):  # TRL's
-        run_divergence(
-            integration.ChunkedDivergenceFunction.apply, leaves_of(student, FP32), teacher, 1.5, 1.0
-        )
+        run_divergence(DIVERGENCE.apply, leaves_of(student, FP32), teacher, 1.5, 1.0)
