@@ -1,7 +1,6 @@
 """Exact KL and Jensen-Shannon of two logits tensors: values, every gradient, and what no value may ever be."""
 
 import contextlib
-import tempfile
 
 import pytest
 import torch
@@ -176,23 +175,6 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
         assert got.data_ptr() % 16 == 0
         assert all(n % 16 == 0 for n in got.stride()[:2])
         assert same.data_ptr() == whole.data_ptr(), "no copy without need"
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device"
-)
-def test_offsets_beyond_32_bits():
-    """Rows 2^31 elements apart, in a sparse file instead of memory."""
-    stride, vocab = 2**31, 100
-
-    with tempfile.NamedTemporaryFile() as file:
-        storage = torch.UntypedStorage.from_file(
-            file.name, shared=True, nbytes=2 * (stride + vocab)
-        )
-        x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (2, vocab), (stride, 1))
-        values, y = pair(2, vocab, dtype=torch.bfloat16)
-        x.copy_(values)
-        assert torch.equal(fused_rl.token_kl(x, y), fused_rl.token_kl(values, y))
 
 
 @pytest.mark.parametrize("nats", [20.0, 41.0, 50.0])

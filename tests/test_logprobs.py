@@ -72,37 +72,6 @@ def test_bits_of_a_row_depend_on_the_row_alone(backend):
         assert torch.equal(gradient_alone, gradient[b, t])
 
 
-class Far(torch.autograd.Function):
-    """The same rows elsewhere, which are no leaf and no view of one."""
-
-    @staticmethod
-    def forward(ctx, rows, elsewhere):
-        return elsewhere.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-def test_row_offsets_past_2_to_the_31():
-    # only the pages of the two rows are ever touched
-    vocab, stride = 1000, 2**31 + 4096
-    logits = torch.empty(stride + vocab, dtype=torch.bfloat16).as_strided((2, vocab), (stride, 1))
-    rows, targets = random_rows(2, vocab, torch.bfloat16, "cpu")
-    upstream = upstream_of((2,), "cpu")
-    expected, expected_gradient = run(token_logprobs, rows, targets, upstream)
-
-    def in_place(x, targets):
-        far = Far.apply(x, logits)
-        return token_logprobs(far, targets, inplace=True)
-
-    for op in (token_logprobs, in_place):
-        logits.copy_(rows)
-        outputs, gradient = run(op, logits if op is token_logprobs else rows, targets, upstream)
-        assert all(map(torch.equal, outputs, expected))
-        assert torch.equal(gradient, expected_gradient)
-
-
 @pytest.mark.parametrize("length", [0, 1])
 def test_shift_of_sequences_without_a_successor(backend, length):
     logits = torch.randn(2, length, 30, device=backend, requires_grad=True)
