@@ -343,6 +343,20 @@ def test_ops_in_inference_mode(name):
     torch.testing.assert_close([*found], [*usual], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in OPS if OPS[name].sizes in OF_HEAD])
+def test_heads_under_autocast(name, parameters):
+    """As torch.nn.functional.linear's: products of rounded operands, and gradients in each leaf's own dtype."""
+    op, batch = OPS[name], OPS[name].prepare(build(SMALL[0]))
+    leaves = [x.to(parameters if i % 3 else x) for i, x in enumerate(op.leaves(batch))]
+    wanted, rounded = run(op.ours, op.call, batch, [x.bfloat16() for x in leaves], 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(op.ours, op.call, batch, leaves, 0)
+    rounded = [x.to(leaf.dtype) for x, leaf in zip(rounded, leaves, strict=True)]
+    torch.testing.assert_close(found, (wanted, rounded), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):

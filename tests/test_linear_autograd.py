@@ -16,7 +16,6 @@ from tests.heads import (
     MORE_TOKENS,
     ONE_TILE,
     Work,
-    assert_as_good,
     call,
     compare,
     in_dtype,
@@ -179,29 +178,6 @@ def test_memory(run, dtype, budget):
     assert most <= 1.1 * workspace_mb * 2**20 + gradients
     # It was counted.
     assert most >= 0.5 * min(workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size())
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-@pytest.mark.parametrize("parameters", [FP32, BF16])
-def test_autocast(run, parameters):
-    """fp32 states and weights take bf16 products, as torch.nn.functional.linear does; gradients come back as fp32."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
-    args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    leaves = [leaves[0], *in_dtype(leaves[1:], parameters)]
-
-    def under_autocast(module, leaves, targets, *args, **options):
-        with torch.autocast("cpu", BF16, enabled=leaves[0].dtype != FP64):
-            return run(module, leaves, targets, *args, **options)
-
-    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
-    with Work() as work:
-        results = under_autocast(fused_rl, leaves, targets, *args, **options)
-    assert work.dtypes == {BF16}
-    assert [r.dtype for r in results[-3:]] == [leaf.dtype for leaf in leaves]
-    options.pop("workspace_mb")
-    exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, **options)
-    assert_as_good(results, exact, under_autocast(reference, leaves, targets, *args, **options))
 
 
 @pytest.mark.usefixtures("cpu")

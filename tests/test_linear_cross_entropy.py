@@ -146,17 +146,9 @@ def test_narrow_targets_are_compared_as_numbers(shift):
     assert torch.equal(found, want)
 
 
-def test_autocast_and_no_gradient():
+def test_without_a_gradient():
     leaves, targets, mask = make(MORE_TOKENS[0], FP32)
-    options = ALL | {"mask": mask}
-    rounded = in_dtype(leaves, BF16)
-    want = call(fused_rl.linear_cross_entropy, rounded, targets, **options)
-    with torch.autocast("cpu", BF16):
-        found = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
-        gradients = torch.autograd.grad(found, leaves)
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
-    for d, wanted in zip(gradients, torch.autograd.grad(want, rounded), strict=True):
-        torch.testing.assert_close(d, wanted.float(), rtol=0, atol=0)
+    with_gradient = call(fused_rl.linear_cross_entropy, leaves, targets, **ALL, mask=mask)
     with torch.no_grad():
-        alone = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
-    torch.testing.assert_close(alone, found, rtol=1e-2, atol=0)
+        alone = call(fused_rl.linear_cross_entropy, leaves, targets, **ALL, mask=mask)
+    torch.testing.assert_close(alone, with_gradient)
