@@ -2,13 +2,13 @@
 
 import functools
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import fused_rl
 from fused_rl import TokenSupport
-from fused_rl.ops import vocab_parallel
 from tests.distributed import run_distributed
 from tests.kept_sets import random_logits, some_rows
 from tests.marks import slow
@@ -53,6 +53,23 @@ def assert_as_in_one_process(columns, split, whole, *tensors):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def communicated(columns):
+    """What a forward and backward communicate: one maximum, one packed sum, nothing backward."""
+    calls, original = [], torch.distributed.all_reduce
+
+    def counted(tensor, op=torch.distributed.ReduceOp.SUM, **options):
+        calls.append((op == torch.distributed.ReduceOp.MAX, tensor.numel()))
+        return original(tensor, op=op, **options)
+
+    x, y, targets = inputs()
+    x = x[..., columns].clone().requires_grad_()
+    with mock.patch("torch.distributed.all_reduce", counted):
+        logprobs = fused_rl.vocab_parallel_token_logprobs(x, targets, columns.start).logprobs
+        divergence = fused_rl.vocab_parallel_token_kl(x, y[..., columns])
+        (logprobs + divergence).sum().backward()
+    return calls
+
+
 def run_all(rank, world):
     """Every case in one process group: starting processes is what costs."""
     os.environ["TRITON_INTERPRET"] = "0"
@@ -73,12 +90,13 @@ def run_all(rank, world):
         assert_as_in_one_process(columns, split, whole, x, y)
     with pytest.raises(ValueError, match="target 2003 of row 3 is in the columns of 0 ranks"):
         logprobs(x[..., columns], targets.where(targets != 1900, VOCAB), columns.start)
-    return True
+    return communicated(columns)
 
 
 @pytest.mark.parametrize("world", [2, slow(3)])
 def test_processes_are_as_ranks_in_one_process(world):
-    assert run_distributed(run_all, world, timeout=240) == [True] * world
+    once = [(True, 8), (False, 5 * 8), (True, 3 * 8), (False, 5 * 8)]
+    assert run_distributed(run_all, world, timeout=240) == [once] * world
 
 
 # 3 ranks, of which the first has no id of most sets
@@ -97,31 +115,3 @@ def test_what_ranks_find_wrong_together():
     shifted, few = targets.view(3, 4), support.select(torch.arange(9))
     with pytest.raises(ValueError, match="support has 9 rows, the targets .* have 12; with shift"):
         op(leaf.view(3, 4, -1), shifted, shift=True, support=few)
-
-
-def count(rank, world):
-    """What a forward and backward communicate: one maximum, one packed sum, nothing backward."""
-    os.environ["TRITON_INTERPRET"] = "0"
-    calls, original = [], torch.distributed.all_reduce
-
-    def counted(tensor, op=torch.distributed.ReduceOp.SUM, **options):
-        calls.append((op, tensor.numel()))
-        return original(tensor, op=op, **options)
-
-    torch.distributed.all_reduce = counted
-    x, y, targets = inputs()
-    columns = columns_of(rank, world)
-    x = x[..., columns].clone().requires_grad_()
-    vocab_parallel.vocab_parallel_token_logprobs(
-        x, targets, columns.start
-    ).logprobs.sum().backward()
-    vocab_parallel.vocab_parallel_token_kl(x, y[..., columns]).sum().backward()
-    return [(op == torch.distributed.ReduceOp.MAX, n) for op, n in calls]
-
-
-def test_communication():
-    n = 8
-    assert (
-        run_distributed(count, 2)
-        == [[(True, n), (False, 5 * n), (True, 3 * n), (False, 5 * n)]] * 2
-    )
