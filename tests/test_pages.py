@@ -175,34 +175,17 @@ def test_an_own_trainer_has_a_dry_run_that_knows_its_column(own_trainer):
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_an_own_trainer_with_rollouts_trains_in_70_lines(processes, own_trainer):
     assert len((own_trainer / "bestofn.py").read_text().splitlines()) <= 70
-    words = [
-        "--verifiers",
-        "tests.trainers.tiny:odd_characters",
-        "--eval_size",
-        "8",
-        "--steps",
-        "4",
-    ]
-    words += [
-        "--prompts_per_step",
-        "8",
-        "--max_new_tokens",
-        "6",
-        "--lr",
-        "1e-2",
-        "--save_every",
-        "0",
-    ]
-    words += ["--output_dir", "run"]
-    run_own_trainer(own_trainer, *words, file="bestofn.py", processes=processes)
+    words = "--verifiers tests.trainers.tiny:odd_characters --eval_size 8 --steps 4 --lr 1e-2 "
+    words += "--prompts_per_step 8 --max_new_tokens 6 --save_every 0 --output_dir run"
+    run_own_trainer(own_trainer, *words.split(), file="bestofn.py", processes=processes)
     losses = [entry["train/loss"] for entry in tiny.read_metrics(own_trainer / "run")[1:]]
     assert 0 < losses[-1] < losses[0]
 
 
 @pytest.mark.slow
 def test_an_own_trainer_resumes_on_two_ranks_bit_for_bit(own_trainer):
-    words = ["--eval_size", "8", "--batch_size", "8", "--lr", "1e-3", "--steps", "4"]
-    words += ["--eval_every", "2", "--output_dir"]
+    words = "--eval_size 8 --batch_size 8 --lr 1e-3 --steps 4 --eval_every 2 --output_dir"
+    words = words.split()
     printed = run_own_trainer(own_trainer, *words, "whole", processes=2)
     assert (
         "did it learn? yes, and still improving (--resume --steps 8 goes on): held-out" in printed
