@@ -224,17 +224,17 @@ def test_threads_share_a_patched_model():
         loss = model(**each).loss
         gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
         with torch.no_grad():
-            evaluated = model(**each).logits + 0
-            return loss.detach(), gradient, evaluated, model(**unlabelled).logits
+            return loss.detach(), model(**each).logits + 0, model(**unlabelled).logits, gradient
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(call, inputs * 4))
-    for i, (loss, gradient, evaluated, formed) in enumerate(found):
-        want = wanted[i % len(inputs)]
-        torch.testing.assert_close(loss, want.loss.detach())
-        torch.testing.assert_close(evaluated, want.logits.detach())
-        torch.testing.assert_close(formed, want.logits.detach())
-        torch.testing.assert_close(gradient, found[i % len(inputs)][1], rtol=0, atol=0)
+    for i, (*outputs, gradient) in enumerate(found):
+        loss, logits = (
+            wanted[i % len(inputs)].loss.detach(),
+            wanted[i % len(inputs)].logits.detach(),
+        )
+        torch.testing.assert_close(outputs, [loss, logits, logits])
+        torch.testing.assert_close(gradient, found[i % len(inputs)][-1], rtol=0, atol=0)
 
 
 def replica_of(network):
