@@ -16,7 +16,6 @@ ON_DEVICE = [
     "tests/test_linear_autograd.py",
     "tests/test_head.py",
     "tests/test_kl.py",
-    "tests/test_kl_autograd.py",
     "tests/test_targets.py",
     "tests/test_support.py",
     "tests/test_support_linear.py",

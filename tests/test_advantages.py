@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import response_advantages
+from fused_rl import masked_var, response_advantages, whiten
 from tests.one_process import GROUP, together
 
 
@@ -119,3 +119,35 @@ def test_the_batch_is_that_of_all_ranks():
     torch.testing.assert_close(of_ranks("batch-std", 8, REWARDS, REWARDS[:0]), whole)
     whole = response_advantages(REWARDS, "group-mean-batch-std", group_size=8)
     torch.testing.assert_close(of_ranks("group-mean-batch-std", 8, *REWARDS.split(8)), whole)
+
+
+def example(*shape, keep=0.6, seed=0, dtype=torch.float32):
+    """Values with NaN and inf wherever the mask is False."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * 3 + 5
+    mask = torch.rand(shape, generator=generator) < keep
+    rubbish = torch.where(torch.rand(shape, generator=generator) < 0.5, torch.nan, -torch.inf)
+    return torch.where(mask, values, rubbish).to(dtype), mask
+
+
+def test_variance_does_not_cancel():
+    """A large mean: E[x^2] - E[x]^2 in fp32 would be off by more than the variance."""
+    values = 1e4 + torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1000, dtype=torch.bool)
+    want = values.double().var().item()
+    assert masked_var(values, mask).item() == pytest.approx(want, rel=1e-4)
+    assert whiten(values, mask).double().var().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_whiten_over_a_process_group():
+    """As over the union of all ranks' elements, also where the last rank keeps nothing."""
+    values, mask = example(2, 40, seed=5)
+    for kept in (mask, mask & torch.tensor([[True], [False]])):
+        for shift_mean in (True, False):
+            whitened = partial(whiten, shift_mean=shift_mean)
+            ranks = [
+                partial(whitened, *rows, process_group=GROUP)
+                for rows in zip(values, kept, strict=True)
+            ]
+            found = torch.stack(together(ranks))
+            torch.testing.assert_close(found, whitened(values, kept), rtol=0, atol=1e-6)

@@ -30,31 +30,6 @@ def upstream_of(targets, names=OUTPUTS, seed=1):
     }
 
 
-def assert_outputs_close(actual, expected):
-    """As of one target per row, each log-probability by its own size."""
-    lse = expected.lse.abs().clamp(min=1)
-    allowed = [
-        1e-6 * lse[..., None].maximum(expected.logprobs.abs()),
-        2e-6 * expected.entropy,
-        1e-6 * lse,
-    ]
-    for a, e, most in zip(actual, expected, allowed, strict=True):
-        assert ((a == e) | ((a.double() - e).abs() <= most)).all()
-
-
-def check(logits, targets, upstream, **options):
-    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
-    wide = {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for name, x in options.items()
-    }
-    expected, expected_gradient = exact(logits, targets, upstream, **wide)
-    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
-    assert_outputs_close(outputs, expected)
-    assert_gradient_close(gradient, expected_gradient, naive)
-    return outputs, gradient
-
-
 @cpu_fast
 def test_one_target_in_two_shapes_has_the_same_bits(backend):
     """On the kernels; the CPU path rounds one sum to fp32 in between, which may show in the last bit."""
@@ -75,7 +50,11 @@ def test_thousands_of_equal_ids(backend):
     logits, _ = random_rows(2, 50, 1, torch.float32, backend)
     targets = torch.full((2, 3 * kernels.BLOCK + 5), 4, device=backend)
     targets[1, ::7] = 11
-    check(logits, targets, upstream_of(targets, ["logprobs"]))
+    given = logits, targets, upstream_of(targets, ["logprobs"])
+    (found, gradient), (wanted, expected) = run(token_logprobs, *given), exact(*given)
+    size = wanted.lse[:, None].maximum(wanted.logprobs.abs())
+    assert ((found.logprobs - wanted.logprobs).abs() <= 1e-6 * size).all()
+    assert_gradient_close(gradient, expected, run(reference.token_logprobs, *given)[1])
 
 
 # a cap below every logit, so that the largest capped one is below the others before the cap
