@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bench import machine
 from fused_rl import token_logprobs
 from fused_rl.cpu import compiled, logprob, native
 from tests.hostile import OPS
-from tests.logits import random_rows, run
+from tests.logits import VIEWS, random_rows, run, upstream_of
 from tests.marks import slow
 from tests.pairs import DIRECTIONS, both_gradients, exact, pair
 from tests.test_hostile import WHOLE, check
@@ -45,28 +46,35 @@ def test_close_rows_keep_their_digits(size, direction):
     torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=1e-6, atol=0)
 
 
+def logprobs_and_gradients(x, y, upstream):
+    given = {"logprobs": upstream, "entropy": 1 - upstream, "lse": upstream.square()}
+    outputs, gradient = run(token_logprobs, x, x.argmin(-1), given)
+    return *(output.detach() for output in outputs), gradient
+
+
+ROW_OPS = {d: partial(both_gradients, fused_rl.token_kl, direction=d) for d in DIRECTIONS}
+ROW_OPS["log-probabilities"] = logprobs_and_gradients
+
+
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_bits_of_a_row_depend_on_the_row_alone(monkeypatch, direction):
+@pytest.mark.parametrize("name", ROW_OPS)
+def test_bits_of_a_row_depend_on_the_row_alone(monkeypatch, name):
     """Not on the batch, on threads, on chunks, or on where a row begins."""
     x, y = (z[:, :-1] for z in pair(3, 5, VOCAB))
     x[0, 0, 5], y[1, 1, 700] = -torch.inf, -1e9
     upstream = torch.randn(3, 4)
-    options = {"direction": direction}
-    whole = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
+    whole = ROW_OPS[name](x, y, upstream=upstream)
     threads = torch.get_num_threads()
     try:
         for chunk, count in ((1, 1), (5 * VOCAB, 2)):
             monkeypatch.setattr(compiled, "CHUNK", chunk)
             torch.set_num_threads(count)
-            again = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
-            assert all(map(torch.equal, again, whole))
+            assert all(map(torch.equal, ROW_OPS[name](x, y, upstream=upstream), whole))
     finally:
         torch.set_num_threads(threads)
     rows = slice(1, 3), slice(1, 2)
-    alone = [z[rows].clone() for z in (x, y, upstream)]
-    for ours, best in zip(both_gradients(fused_rl.token_kl, *alone, **options), whole, strict=True):
-        assert torch.equal(ours, best[rows])
+    alone = ROW_OPS[name](*(z[rows].clone() for z in (x, y)), upstream=upstream[rows].clone())
+    assert all(torch.equal(ours, best[rows]) for ours, best in zip(alone, whole, strict=True))
 
 
 @pytest.mark.parametrize("direction", ["jensen-shannon", slow("reverse"), slow("forward")])
@@ -206,3 +214,29 @@ def test_whoever_watches_operators_sees_ours():
     logits.grad = None
     token_logprobs(logits, targets).logprobs.sum().backward()
     assert torch.equal(watched, logits.grad)
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "columns apart"])
+def test_strided_rows_are_not_copied(monkeypatch, name):
+    logits, targets = random_rows(8, 600, torch.float32, "cpu")
+    logits = VIEWS[name](logits.view(2, 4, 600))
+    seen, forward, backward = [], logprob.logprob_fwd, logprob.logprob_bwd
+    monkeypatch.setattr(logprob, "logprob_fwd", lambda x, *a: seen.append(x) or forward(x, *a))
+    monkeypatch.setattr(
+        logprob, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out)
+    )
+    run(token_logprobs, logits, targets.view(2, 4)[:, :3], upstream_of((2, 3), "cpu"))
+    assert {x.untyped_storage().data_ptr() for x in seen} == {logits.untyped_storage().data_ptr()}
+
+
+def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled.has_compiler.cache_clear()
+    logits, targets = random_rows(10, 2000, torch.bfloat16, "cpu")
+    with caplog.at_level(logging.INFO, "fused_rl.cpu"):
+        for _ in range(2):
+            token_logprobs(logits, targets)
+    compiled.has_compiler.cache_clear()
+    assert [r.message for r in caplog.records] == [
+        "large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"
+    ]

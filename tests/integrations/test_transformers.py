@@ -351,17 +351,17 @@ def test_labels_by_position_shifted_labels_and_counts():
     torch.testing.assert_close(found, want)
 
 
-def changed(change):
+def changed(change, head=torch.nn.Module.__call__, loss_of=None):
     """A Llama that does something to its logits on the way to the loss, and shows what reaches its loss function."""
 
     class Changed(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
-            logits = change(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))
-            loss = (
-                None
-                if labels is None
-                else self.loss_function(logits, labels, self.vocab_size, **kwargs)
-            )
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            logits = change(head(self.lm_head, hidden))
+            loss_function = loss_of or self.loss_function
+            loss = None
+            if labels is not None:
+                loss = loss_function(logits, labels, self.vocab_size, **kwargs)
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     torch.manual_seed(0)
@@ -405,22 +405,14 @@ def test_a_forward_that_does_anything_else_is_refused(change, operation):
     assert "_loss_function" not in vars(model)
 
 
-@pytest.mark.parametrize("loss_function", [True, False])
-def test_a_forward_past_its_head_or_its_loss_function_is_refused(loss_function):
+def plain_loss(logits, labels, vocab_size, **_):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("loss_of", [None, plain_loss])
+def test_a_forward_past_its_head_or_its_loss_function_is_refused(loss_of):
     """Where nothing would be fused, and nobody would notice."""
-
-    class Past(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, labels=None, **kwargs):
-            logits = torch.nn.functional.linear(
-                self.model(input_ids).last_hidden_state, self.lm_head.weight
-            )
-            if loss_function:
-                loss = self.loss_function(logits, labels, self.vocab_size)
-            else:
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    model = Past(tiny_models.config("llama"))
+    model = changed(lambda x: x, lambda head, x: x @ head.weight.t(), loss_of)
     assert model(**batch()).loss.isfinite()
     patch(model)
     with pytest.raises(RuntimeError, match="logits.*use Trainer.compute_loss_func=causal_lm_loss"):
