@@ -19,11 +19,6 @@ def random_logits(n, vocab=VOCAB, seed=0, scale=3.0):
     return scale * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def upstream_of(targets, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, *targets.shape, generator=generator).to(targets.device).unbind()
-
-
 def outputs_and_gradient(module, logits, targets, upstream, inplace=False, **options):
     leaf = logits.detach().clone().requires_grad_()
     options |= {"inplace": True} if inplace else {}

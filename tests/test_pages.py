@@ -100,6 +100,7 @@ def test_the_list_of_trainers_has_every_file_that_trains_and_their_pages():
     assert pages == {f"trainers/{path.name}" for path in (DOCS / "trainers").iterdir()}
 
 
+@pytest.mark.usefixtures("cpu")
 def test_the_run_of_the_readme_trains(tmp_path):
     """On a tiny model, for a step."""
     example = next(block for block in python_blocks(README) if "train(" in block)

@@ -5,6 +5,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport
+from tests.heads import upstream_of
 from tests.kept_sets import (
     BF16,
     FP32,
@@ -13,7 +14,6 @@ from tests.kept_sets import (
     random_logits,
     run_on,
     some_rows,
-    upstream_of,
 )
 from tests.marks import cpu_fast, on_backends
 
@@ -66,9 +66,12 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     assert out.logprobs[0] < 0
 
 
-@on_backends("dtype", [BF16, FP32], most=0)
-def test_whole_rows_keep_their_bits(backend, dtype):
+@on_backends("dtype, eager", [BF16, FP32], [False, True], most=0)
+def test_whole_rows_keep_their_bits(backend, dtype, eager, monkeypatch):
     """With an empty range among sets, the outputs and the gradient that the row has without `support`."""
+    monkeypatch.setattr("fused_rl.cpu.support.CHUNK", 1)  # a CPU copies them out one at a time
+    if eager:
+        monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
     lists, targets = some_rows()
     logits, targets = run_on(backend, random_logits(len(lists)).to(dtype), targets)
     upstream = [u.to(backend) for u in upstream_of(targets)]
@@ -83,22 +86,6 @@ def test_whole_rows_keep_their_bits(backend, dtype):
     # all ids listed: the same set, by another way
     torch.testing.assert_close(found[0][-1], plain[0][-1], rtol=1e-6, atol=0)
     torch.testing.assert_close(found[1][-1], plain[1][-1], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("whole", [1, 3])
-@pytest.mark.parametrize("compiled_c", [True, False])
-def test_few_whole_rows_have_the_bits_of_all_on_a_cpu(monkeypatch, whole, compiled_c):
-    """Copied out a few at a time, by rows.c and by the eager path."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr("fused_rl.cpu.support.CHUNK", 2 * 2048)
-    if not compiled_c:
-        monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
-    logits = random_logits(6, 2048)
-    targets = torch.zeros(6, dtype=torch.long)
-    support = TokenSupport.from_lists([[]] * whole + [[0, 1]] * (6 - whole))
-    found = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets), support=support)
-    plain = outputs_and_gradient(fused_rl, logits, targets, upstream_of(targets))
-    assert_same_bits([x[:whole] for x in found], [x[:whole] for x in plain])
 
 
 @on_backends("dtype", [BF16, FP32], most=0)

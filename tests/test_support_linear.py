@@ -6,7 +6,7 @@ import torch
 import fused_rl
 from fused_rl import TokenSupport
 from fused_rl.kernels.states import RowSupport
-from tests.heads import Work, make, peak_bytes
+from tests.heads import Work, make, peak_bytes, upstream_of
 from tests.kept_sets import (
     BF16,
     FP32,
@@ -14,7 +14,6 @@ from tests.kept_sets import (
     outputs_and_gradient,
     random_logits,
     run_on,
-    upstream_of,
 )
 from tests.marks import cpu_fast, on_backends
 from tests.tools import interpreter
