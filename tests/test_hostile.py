@@ -177,22 +177,18 @@ def unknown_gradients(op, promised, leaves, sizes):
     return of_all if len(promised) > 1 or op.sizes in OF_HEAD else unknown[:, None] | of_all
 
 
+def with_mask(place, vocab, direction="reverse", fill="-1e9", dtype=torch.float32):
+    row = Row("ordinary", "another", place, fill, "policy")
+    return Case((row,), vocab, dtype, "contiguous", 1.0, None, 0.0, direction, 2, 0)
+
+
 # What took 23 to 401 draws to find, drawn every time: a mask of -1e9 on the policy's lanes, blocks and most columns.
-MASKED = []
-for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32)):
-    row = Row("ordinary", "another", place, "-1e9", "policy")
-    for direction in ("reverse", "forward"):
-        MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, 0.0, direction, 2, 0))
-MASKED.append(
-    MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16)
-)
+DIRECTIONS = "reverse", "forward"
+MASKED = [with_mask("99 %", 4097, direction) for direction in DIRECTIONS]
+MASKED += [with_mask("30 %", 100, direction) for direction in DIRECTIONS]
+MASKED.append(with_mask("last 60 %", 4097, dtype=torch.bfloat16))
 # Fills that are not drawn: within what fp32 holds beside logits, and far beyond it.
-for fill in ("-1e3", "-1e15"):
-    MASKED.append(
-        MASKED[0]._replace(
-            rows=(MASKED[0].rows[0]._replace(place="last 60 %", fill=fill),), vocab=513
-        )
-    )
+MASKED += [with_mask("last 60 %", 513, fill=fill) for fill in ("-1e3", "-1e15")]
 # One of many likeliest columns, which says nothing of the others.
 row = Row("all equal", "8 nats higher", "a column", "-1e9", "reference")
 MASKED.append(MASKED[0]._replace(rows=(row,), vocab=2100, dtype=torch.float16))

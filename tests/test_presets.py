@@ -87,10 +87,8 @@ def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
     said = rf"^{name}={OTHERS[name]} has no meaning with surrogate={surrogate}, [^\n]*; leave it out, or choose "
     options = PolicyLossOptions(surrogate=surrogate)
     for call in (
-        lambda: fused_rl.policy_loss(ROWS, **GIVEN, surrogate=surrogate, **other),
         lambda: fused_rl.policy_token_loss(**GIVEN, surrogate=surrogate, **other),
         lambda: fused_rl.policy_loss(ROWS, **GIVEN, options=options, **other),
-        lambda: PolicyLossOptions(surrogate=surrogate, **other),
     ):
         with pytest.raises(ValueError, match=said):
             call()
