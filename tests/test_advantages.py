@@ -92,9 +92,10 @@ def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
 def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
     """One right answer of eight: a deviation of 0.35 would make 2.47 of a lead of 0.875."""
     rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
-    for advantage in ("group-std", "batch-std", "group-mean-batch-std"):
+    for advantage in ("group-std", "batch-std", "group-mean-batch-std", "pass-at-k"):
         got = response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
-        torch.testing.assert_close(got[:2], torch.tensor([1.75, -0.25]), rtol=3e-4, atol=0)
+        want = torch.tensor([2.0, 0] if advantage == "pass-at-k" else [1.75, -0.25])
+        torch.testing.assert_close(got[:2], want, rtol=3e-4, atol=0)
         below = response_advantages(rewards, advantage, group_size=8, std_floor=0.3)
         assert torch.equal(below, response_advantages(rewards, advantage, group_size=8))
     for advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):

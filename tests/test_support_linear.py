@@ -148,10 +148,11 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
 
 
 @cpu_fast
-def test_whole_rows_go_through_tiles_with_their_bits(backend):
-    """What they get with `support` is what they get without, as a batch of their own."""
+@pytest.mark.parametrize("bias", [True, False])
+def test_whole_rows_go_through_tiles_with_their_bits(backend, bias):
+    """What they get with `support` is what they get without, as a batch of their own; the head has the sum of both."""
     support, targets = sets_of([1, 0, 2, 0, 0, 8])
-    leaves = make_head(6, 33, 701, BF16, backend)
+    leaves = make_head(6, 33, 701, BF16, backend, bias)
     targets = targets.to(backend)
     whole = torch.tensor([1, 3, 4], device=backend)
     upstream = torch.stack(upstream_of(targets)).to(backend)
@@ -159,6 +160,13 @@ def test_whole_rows_go_through_tiles_with_their_bits(backend):
     alone = [leaves[0].detach()[whole].requires_grad_(), *leaves[1:]]
     plain = linear(fused_rl, alone, targets[whole], upstream[:, whole])
     assert_same_bits([x[whole] for x in found[:4]], plain[:4])
+    others = torch.tensor([0, 2, 5])
+    kept = support.select(others).to(backend)
+    others = others.to(backend)
+    alone = [leaves[0].detach()[others].requires_grad_(), *leaves[1:]]
+    rest = linear(fused_rl, alone, targets[others], upstream[:, others], support=kept)
+    sums = [one + other for one, other in zip(plain[4:], rest[4:], strict=True)]
+    torch.testing.assert_close(found[4:], sums, rtol=0.02, atol=0.02)
     none = TokenSupport.from_lists([[]] * 6).to(backend)
     expected = linear(fused_rl, leaves, targets, upstream)
     assert_same_bits(linear(fused_rl, leaves, targets, upstream, support=none), expected)
