@@ -115,9 +115,11 @@ test-doctor: $(VENV)/installed  #: what the doctor says of small broken and heal
 test-nodes: $(VENV)/installed  #: two nodes in network namespaces lose their network and resume, and keep weights on a node: 6 minutes
 	FUSED_RL_NODES=1 $(BIN)/python -m pytest -q tests/trainers/test_two_nodes.py
 
-.PHONY: test-long
-test-long: $(VENV)/installed  #: sequences divided over processes, beside one: 10 minutes
-	FUSED_RL_LONG=1 $(BIN)/python -m pytest -q tests/trainers/test_long.py
+# Options of every trainer, two or three at once: FUSED_RL_DRAWS and FUSED_RL_COUNT are the seed and the number of runs.
+.PHONY: test-drawn
+test-drawn: $(VENV)/installed  #: runs of drawn options, divided and resumed; SEED=7 COUNT=300 choose: 10 minutes
+	@seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
+	FUSED_RL_DRAWS=$$seed FUSED_RL_COUNT=$(or $(COUNT),300) $(BIN)/python -m pytest -q tests/trainers/test_drawn_runs.py -m release
 
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
 .PHONY: test-device

@@ -2,22 +2,19 @@
 
 import importlib
 import random
-import time
 from pathlib import Path
 
-import pytest
-
 from fused_rl.trainers import cli
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.rollouts.types import Response
 from fused_rl.trainers.run import store
 from tests.trainers import tiny
-from tests.trainers.runs import assert_same_weights, on_ranks
 
 
 class Fixed(tiny.Sampler):
     """Responses that depend on the prompt, the step and the copy alone: those of any number of processes."""
 
-    step = 0
+    step, records_support = 0, True
 
     def sample(self, prompts, sampling):
         responses = []
@@ -32,7 +29,9 @@ class Fixed(tiny.Sampler):
                 finish = "stop"
                 ids[-1] = sampling.stop_ids[0]
             logprobs = [-4.0] * count if self.reports_logprobs else None
-            responses.append(Response(ids, finish, logprobs))
+            kept = [sorted({token, *range(10, 14)}) for token in ids]
+            support = kept if sampling.truncates else None
+            responses.append(Response(ids, finish, logprobs, support))
         return responses
 
     def publish(self, step, save):
@@ -86,58 +85,35 @@ OPTIONS = {
     "dpo": {"batch_size": 8},
     "kto": {"batch_size": 8},
     "grpo": SAMPLED,
-    "ppo": SAMPLED,
+    "ppo": SAMPLED | {"critic": "{reward}", "verifiers": "reward_model:{reward}"},
     "distill": {"prompts_per_step": 8, "max_new_tokens": 13, "on_policy": 0.5}
-    | {"completion_column": "answer", "sampler": FIXED},
+    | {"completion_column": "answer", "sampler": FIXED, "teacher": "{teacher}"},
 }
 
 
-# (trainer, options) by what they show.
-RUNS: dict[str, tuple[str, dict]] = {
-    "sft": ("sft", {}),
-    "sft, ZeRO 3": ("sft", {"zero_stage": 3}),
-    "grpo": ("grpo", {}),
-    "grpo, no KL": ("grpo", {"kl_every": 0, "kl_coef": 0.0}),
-    "grpo, ZeRO 3": ("grpo", {"zero_stage": 3}),
-    "grpo, logits": ("grpo", {"loss_from": "logits"}),
-    "gspo": ("grpo", {"preset": "gspo", "top_entropy": 0.5}),
-    "tokens": ("grpo", {"micro_batch_tokens": 90}),
-    "lora": ("grpo", {"lora_rank": 4, "save_merged": True}),
-    "checkpointing": ("grpo", {"gradient_checkpointing": True}),
-    "lag": ("grpo", {"lag": 1, "sampler": "tests.trainers.divided:telling"}),
-    "reward": ("reward", {}),
-    "dpo": ("dpo", {}),
-    "kto": ("kto", {}),
-    "ppo": ("ppo", {"critic": "{reward}", "verifiers": "reward_model:{reward}"}),
-    "distill": ("distill", {"teacher": "{teacher}"}),
-}
-
-
-def train(rank: int, world: int, files: dict[str, str], output: str, trainer: str, options) -> None:
-    """Run a trainer in this process."""
+def config_of(trainer: str, files: dict[str, str], output, **options) -> RunConfig:
+    """The config of a run; `{name}` in an option is one of the files."""
     common = {"eval_size": 5, "eval_every": 2, "steps": 2, "lr": 1e-3, "save_every": 0}
     common |= {"max_grad_norm": 0.5, "micro_batch_size": 3, "zero_stage": 1}
-    given = {"dataset": files["marked" if trainer == "kto" else "rows"], "model": files["model"]}
-    named = {"model", "critic", "verifiers", "teacher", "resume_from"}
-    for name in named & options.keys():
-        options = options | {name: options[name].format(**files)}
-    config = tiny.config_of(
-        trainer, output_dir=output, **given | common | OPTIONS[trainer] | options
-    )
-    importlib.import_module(cli.TRAINERS[trainer].module).train(config)
+    common |= {"dataset": files["marked" if trainer == "kto" else "rows"], "model": files["model"]}
+    given = common | OPTIONS[trainer] | options
+    for name in ("critic", "verifiers", "teacher"):
+        if isinstance(value := given.get(name), str):
+            given[name] = value.format(**files)
+    return tiny.config_of(trainer, output_dir=str(output), **given)
 
 
-def train_all(rank: int, world: int, files: dict[str, str], runs: list[tuple]) -> list[float]:
-    """Run (output folder, trainer, options) one after the other; the seconds of each."""
-    seconds = []
+def module_of(trainer: str):
+    return importlib.import_module(cli.TRAINERS[trainer].module)
+
+
+def train_all(rank: int, world: int, files: dict[str, str], runs: list[tuple]) -> None:
+    """Run (output folder, trainer, options) one after the other."""
     for output, trainer, options in runs:
-        began = time.monotonic()
         try:
-            train(rank, world, files, output, trainer, options)
+            module_of(trainer).train(config_of(trainer, files, output, **options))
         finally:
             store.unlock()  # its process ends without its exit functions
-        seconds.append(time.monotonic() - began)
-    return seconds
 
 
 def make_files(folder: Path) -> dict[str, str]:
@@ -150,18 +126,3 @@ def make_files(folder: Path) -> dict[str, str]:
         "rows": tiny.jsonl(folder / "rows.jsonl", pairs(25)),
         "marked": tiny.jsonl(folder / "marked.jsonl", marked(25)),
     }
-
-
-def compare(files: dict[str, str], folder: Path, runs: dict, world: int, **changed) -> None:
-    """Metrics and weights of runs with some options on `world` processes are those of one process without them."""
-    for kind, processes, options in (("alone", 1, {}), ("changed", world, changed)):
-        jobs = []
-        for name, (trainer, of_run) in runs.items():
-            jobs.append((str(folder / f"{name}-{kind}"), trainer, of_run | options))
-        on_ranks(train_all, processes, files, jobs)
-    for name in runs:
-        alone, together = folder / f"{name}-alone", folder / f"{name}-changed"
-        metrics = [tiny.untimed(tiny.read_metrics(output)) for output in (alone, together)]
-        for before, found in zip(*metrics, strict=True):
-            assert found == pytest.approx(before, rel=1e-5, abs=1e-5), (name, before["step"])
-        assert_same_weights(alone, together, atol=1e-5)

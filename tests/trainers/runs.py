@@ -123,8 +123,8 @@ def undrawn(rank: int, world: int, function, *args):
 
 
 def forget_after(whole, stopped, step: int) -> None:
-    """Copy a run as it was when it was stopped after a step; of several ranks the first one copies."""
-    if ranks.rank() == 0:
+    """Copy a run as it was when it was stopped after a step; of several processes the first one copies."""
+    if ranks.process_index() == 0:
         shutil.copytree(whole, stopped)
         checkpoints = Path(stopped) / "checkpoints"
         later = [

@@ -13,7 +13,7 @@ from fused_rl.trainers.models.packing import packing_costs
 from fused_rl.trainers.policy import balance, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
-from tests.trainers import divided, tiny
+from tests.trainers import tiny
 from tests.trainers.steps import EOS, GROUP, Plain, config_of, fake_policy, left_where_sampled
 
 WORLD, PROMPTS = 2, 8
@@ -149,14 +149,3 @@ def test_dealt_groups_have_the_gradients_that_they_had(folder):
             torch.testing.assert_close(*gradients[::-1], atol=error * scale, rtol=0, msg=name)
             assert after[1] == pytest.approx(before[1], rel=error, abs=error), name
             assert 1 <= after[2] < 1.3, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "parts"), [(2, 1), (4, 2)])
-def test_ranks_with_dealt_groups_train_as_one(world, parts, tmp_path):
-    names = {"grpo", "gspo", "tokens", "lag", "ppo"} | ({"distill"} if parts == 1 else set())
-    runs = {name: divided.RUNS[name] for name in sorted(names)}
-    changed = {"sequence_parallel": parts} if parts > 1 else {}
-    divided.compare(divided.make_files(tmp_path), tmp_path, runs, world, **changed)
-    for name in runs:
-        assert tiny.read_metrics(tmp_path / f"{name}-changed")[-1]["perf/rank_imbalance"] >= 1

@@ -1,33 +1,17 @@
 """The largest tensor of a whole run of every trainer: none holds the logits of all tokens of a micro-batch."""
 
-import importlib
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_rl.ops import tiles
-from fused_rl.trainers import cli
 from fused_rl.trainers.policy import teacher
 from tests.trainers import divided, figures, tiny
-from tests.trainers.runs import VERIFIER
 
 VOCAB = 4096
 # Micro-batches have 100 tokens or more. The weights, flattened by ZeRO, are as large as the logits of 40.
 MOST = 64 * VOCAB
 BUCKET = 500_000_000  # elements that DeepSpeed sets aside for gradients, whatever the model
-
-ROWS = {"completion_column": "answer"}
-SAMPLED = {"verifiers": VERIFIER, "prompts_per_step": 4, "max_new_tokens": 16, "temperature": 0.7}
-OPTIONS = {
-    "sft": ROWS | {"batch_size": 8},
-    "reward": {"batch_size": 8},
-    "dpo": {"batch_size": 8},
-    "kto": {"batch_size": 8},
-    "distill": ROWS | {"on_policy": 0.5, "prompts_per_step": 8, "max_new_tokens": 16},
-    "ppo": SAMPLED | {"group_size": 4},
-    "grpo": SAMPLED | {"group_size": 4, "kl_coef": 0.1},
-}
 
 
 class Largest(TorchDispatchMode):
@@ -53,33 +37,27 @@ def files(tmp_path_factory):
     """A model with a large vocabulary beside its width, and rows of every form."""
     import transformers
 
-    folder = tmp_path_factory.mktemp("largest")
-    model = tiny.model_folder(folder / "model")
+    files = divided.make_files(tmp_path_factory.mktemp("largest"))
+    model = tiny.model_folder(files["model"])
     config = transformers.AutoConfig.from_pretrained(model)
     config.update({"vocab_size": VOCAB, "tie_word_embeddings": False})
     torch.manual_seed(0)
     transformers.Qwen2ForCausalLM(config).save_pretrained(model)
-    tiny.jsonl(folder / "rows.jsonl", divided.pairs(20))
-    tiny.jsonl(folder / "marked.jsonl", divided.marked(20))
-    return folder
+    return files | {"teacher": model, "reward": tiny.reward_folder(files["reward"], model)}
 
 
 def largest(name: str, files, output, **options) -> Largest:
-    given = {"steps": 1, "micro_batch_size": 16, "save_every": 0}
-    given["eval_size"] = 4 if name in ("sft", "reward", "dpo", "kto") else 0
-    if name == "distill":
-        given["teacher"] = str(files / "model")
-    given |= OPTIONS[name] | options
-    dataset = files / ("marked.jsonl" if name == "kto" else "rows.jsonl")
-    config = tiny.config_of(name, str(files / "model"), str(dataset), str(output), **given)
-    module = importlib.import_module(cli.TRAINERS[name].module)
+    given = {"steps": 1, "micro_batch_size": 16}
+    if name in ("grpo", "ppo", "distill"):
+        given |= {"sampler": None, "eval_size": 0, "temperature": 0.7, "max_new_tokens": 16}
+    config = divided.config_of(name, files, output, **given | options)
     with figures.drawn(), Largest() as found:
-        module.train(config)
+        divided.module_of(name).train(config)
     return found
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", divided.OPTIONS)
 def test_no_tensor_has_the_logits_of_all_tokens(name, zero_stage, files, tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 8 * VOCAB * 4 / 2**20)
     monkeypatch.setattr(teacher, "ROWS", 8)

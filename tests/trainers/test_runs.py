@@ -8,7 +8,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import load_train_eval
 from tests.distributed import run_distributed
-from tests.trainers import divided, tiny
+from tests.trainers import tiny
 from tests.trainers.runs import assert_same_weights, grpo_config, sft_config
 
 
@@ -91,19 +91,3 @@ def test_a_reference_is_loaded_and_measured_where_it_is_asked_for_and_changes_no
     keys = set().union(*none)
     assert not [key for key in keys if "kl" in key.replace("approxkl", "").replace("kl_coef", "")]
     assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (1, {"zero_stage": 2, "micro_batch_size": 8}),
-        (2, {"zero_stage": 0, "micro_batch_size": 1}),
-        (2, {"zero_stage": 3, "micro_batch_size": None, "micro_batch_tokens": 90}),
-    ],
-    ids=str,
-)
-def test_ranks_micro_batches_and_zero_stages_change_nothing(world, options, tmp_path):
-    names = ("sft", "reward", "dpo", "kto", "distill", "grpo", "ppo", "gspo", "lora")
-    chosen = {name: divided.RUNS[name] for name in names}
-    divided.compare(divided.make_files(tmp_path), tmp_path, chosen, world, **options)
