@@ -116,7 +116,7 @@ def measured_of(exact, batch) -> before_update.BeforeUpdate:
     for values in (exact.old, exact.entropy, exact.ref):
         found.append(torch.zeros(batch.response_mask.shape))
         there = exact.there[: len(batch.response_mask)]
-        found[-1][batch.response_mask] = values[: len(there)][there].float()
+        found[-1][batch.response_mask] = values.detach()[: len(there)][there].float()
     return before_update.BeforeUpdate(*found, None)
 
 

@@ -1,6 +1,7 @@
 """The loss of a GRPO step and its gradients, against fp64."""
 
 import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,14 +9,13 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.objectives.presets import resolve_options
+from fused_rl.objectives.presets import PRESETS, resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from tests import papers
-from tests.papers import PAPERS
+from tests.drawn import SEED
 from tests.trainers import tiny
 from tests.trainers.steps import (
     EOS,
@@ -62,38 +62,49 @@ def exact(folder):
         responses=responses,
         scores=[0.0, 2, 1, 2, 3, 0, 1, 1],
         logprobs=logprobs,
-        entropy=entropy.detach(),
+        entropy=entropy,
         old=old,
         ref=ref,
         there=there,
     )
 
 
-@pytest.mark.parametrize("preset", PAPERS)
-def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
-    options = {"kl_coef": 0.1, "kl_estimator": "k3"}
-    chosen = {"advantage": "group-std"} if preset == "ppo" else {}
-    sums, lm, advantages = accumulated(folder, exact, preset=preset, **options, **chosen)
-    surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
-    shape = exact.there.shape
-    lengths = exact.there.double().sum(1).view(2, GROUP)
-    loss = papers.policy_loss(
-        exact.logprobs,
-        exact.old,
-        advantages.double()[:, None].expand(shape),
-        exact.there,
-        sequence_ids=torch.arange(8)[:, None].expand(shape),
-        ratio_level=level,
-        surrogate=surrogate,
-        loss_agg=loss_agg,
-        clip_low=clip_low,
-        clip_high=clip_high,
+# Beside a preset, which the number of a draw chooses.
+OPTIONS = {
+    "kl_coef": [0.0, 0.1],
+    "kl_estimator": ["k2", "k3", "k4", "rk3"],
+    "entropy_coef": [0.0, 0.05],
+    "top_entropy": [None, 0.3],
+    "mask_truncated": [False, True],
+    "zero_variance": ["keep", "drop"],
+}
+
+
+@pytest.mark.parametrize("number", range(2 * len(PRESETS)))
+def test_a_step_of_drawn_options_is_the_loss_of_its_tokens_in_fp64(folder, exact, number):
+    source = random.Random(f"{SEED}{number}")
+    options = {name: source.choice(values) for name, values in OPTIONS.items()}
+    options |= {"preset": [*PRESETS][number // 2], "advantage": "group-std"}
+    print("drawn:", options)  # shown if it fails
+    sums, lm, advantages = accumulated(folder, exact, **options)
+    # In one batch, and not in three micro-batches.
+    there = exact.there & ~(options["mask_truncated"] & (torch.arange(8) % 3 == 0))[:, None]
+    lengths = there.double().sum(1).view(2, GROUP).mean(1).repeat_interleave(GROUP)
+    chosen = config_of(folder, **options).loss_options(options["kl_coef"])
+    terms = exact.logprobs, exact.old, advantages.double(), there
+    loss, metrics = fused_rl.policy_loss(
+        *terms,
+        options=chosen,
         ref_logprobs=exact.ref,
+        entropy=exact.entropy,
+        group_lengths=lengths,
         max_length=LENGTH,
-        group_lengths=lengths.mean(1).repeat_interleave(GROUP),
-        **options,
     )
-    assert_step_is(exact, sums["loss"], lm, loss)
+    assert_step_is(exact, loss.item(), lm, loss)
+    for name, value in metrics.items():  # the loss among them
+        # Of the responses that are trained on.
+        scale = 8 / there.any(1).sum() if name.startswith("kl") else 1
+        assert sums[name] == pytest.approx((value * scale).item(), rel=2e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("world", "size", "minibatches"), [(1, 3, 1), (2, 8, 2)])
@@ -145,18 +156,6 @@ def test_tokens_per_second_are_of_the_responses_that_are_trained_on(folder, exac
     )  # that of the rest and that of the weights, each from one call to the next
 
 
-def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
-    sums, lm, advantages = accumulated(
-        folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8
-    )
-    assert sums["policy_loss"] != 0
-    there = exact.there
-    # Of the whole minibatch, in parts of three.
-    kept = there & (exact.entropy >= exact.entropy[there].quantile(0.7))
-    assert 0 < kept.sum() < there.sum() / 2
-    assert_step_is(exact, sums["loss"], lm, (clipped(exact, advantages) * kept).sum() / there.sum())
-
-
 def test_the_quantile_of_entropy_is_that_of_all_ranks_and_of_tokens_that_count(monkeypatch):
     entropy, other = torch.tensor([[0.0, 3.0, 9.0, 1.0]]), torch.tensor([0.0, 0.5, 2.0, 4.0])
     monkeypatch.setattr(ranks, "gather", lambda part: [part, other])
@@ -166,20 +165,6 @@ def test_the_quantile_of_entropy_is_that_of_all_ranks_and_of_tokens_that_count(m
         options = resolve_options("grpo", {"top_entropy": share})
         threshold = policy.with_entropy_threshold(options, entropy, mask).entropy_threshold
         assert torch.equal(every >= threshold, every >= every.quantile(1 - share)), share
-
-
-def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
-    """One that meets once more waits for the others for ever."""
-    meetings, global_sum = [], ranks.global_sum
-    monkeypatch.setattr(
-        ranks, "global_sum", lambda values: meetings.append(values) or global_sum(values)
-    )
-    times = []
-    for mask_truncated in (False, True):
-        meetings.clear()
-        accumulated(folder, exact, mask_truncated=mask_truncated)
-        times.append(len(meetings))
-    assert times[0] == times[1] > 1
 
 
 # With 2 the group that is dropped fills up the second one.
