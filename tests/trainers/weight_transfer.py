@@ -1,19 +1,13 @@
 """vLLM's weight transfer with the backend "ipc", on a CPU: shared memory takes the place of CUDA's.
 
-    python -m tests.trainers.weight_transfer GPU  # prints its port, and answers GET /digests
-
 `Transfer` holds to vLLM 0.32.0 and 0.33.0: entrypoints/rl/online/api_router.py (paths, bodies), v1/worker/gpu_worker.py
 (the order), distributed/weight_transfer/ipc_engine.py (fields, handles by the GPU's UUID), all alike in both.
 """
 
 import base64
-import hashlib
 import inspect
-import json
 import os
 import pickle
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -77,42 +71,3 @@ class Transfer:
             weight = rebuilt(by_gpu[self.gpu])
             assert weight.dtype == getattr(torch, dtype) and list(weight.shape) == shape
             self.weights[name] = weight.clone()
-
-
-def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor."""
-    return {
-        name: hashlib.sha256(weight.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for name, weight in weights.items()
-    }
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers the requests to `server.transfer`."""
-
-    def log_message(self, *args) -> None:
-        """Print nothing."""
-
-    def do_GET(self) -> None:
-        """Answer with the digests."""
-        self.reply(digests(self.server.transfer.weights))
-
-    def do_POST(self) -> None:
-        """Do what is asked for; what is no part of the transfer is well."""
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if "weight" in self.path:
-            self.server.transfer.answer(self.path, json.loads(text) if text else None)
-        self.reply({"success": True})
-
-    def reply(self, answer: dict) -> None:
-        """Send JSON."""
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-
-if __name__ == "__main__":
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.transfer = Transfer(sys.argv[1])
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
