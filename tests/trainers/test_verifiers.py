@@ -81,6 +81,10 @@ GOOD = [
     ({"ground_truth": 5, "answer": 6}, None, "5"),
     ({"answer": "6 * 7\n#### 42"}, None, "42"),
     ({"answer": False}, None, "false"),
+    ({"solution": "\\boxed{3} or \\boxed{\\frac{1}{2}}, as asked"}, None, "\\frac{1}{2}"),
+    ({"solution": "$\\frac{63}{400}$"}, None, "$\\frac{63}{400}$"),
+    ({"solution": 7}, None, "7"),
+    ({"answer": "5", "solution": 7}, None, "5"),
     (NESTED, "reward_model.ground_truth", "42"),
     (AS_TEXT, "reward_model.solution", "42"),
     # A dot in a name is no path where there is such a column, at any depth.

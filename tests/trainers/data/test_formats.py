@@ -15,7 +15,6 @@ from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.reading import chosen_rows
 from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.builtin import answers_of
 from tests.lazy import datasets
 from tests.trainers import tiny
 from tests.trainers.runs import sft_config
@@ -30,32 +29,8 @@ def said(tokenizer, pairs) -> list[tuple[str, str]]:
 # Files and folders.
 
 
-def saved(rows, path):
-    datasets.Dataset.from_list(rows).save_to_disk(path)
-
-
 def splits(rows, path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(path)
-
-
-WRITERS = {
-    "lines.jsonl": lambda rows, path: tiny.jsonl(path, rows),
-    "list.json": lambda rows, path: path.write_text(json.dumps(rows, indent=1)),
-    "lines.json": lambda rows, path: tiny.jsonl(path, rows),
-    "by-datasets.json": lambda rows, path: datasets.Dataset.from_list(rows).to_json(path),
-    "by-datasets.csv": lambda rows, path: datasets.Dataset.from_list(rows).to_csv(path),
-    "by-datasets.parquet": lambda rows, path: datasets.Dataset.from_list(rows).to_parquet(path),
-    "saved": saved,
-    "splits": splits,
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
-    WRITERS[name](ROWS, tmp_path / name)
-    read = load_rows(str(tmp_path / name))
-    assert list(read) == ROWS, "no number is guessed, and no word is a null"
-    assert read.where(1).endswith("line 2" if name == "lines.jsonl" else "row 2")
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -94,15 +69,6 @@ CONVERSATION = [
     {"role": "user", "content": "c"},
     {"role": "assistant", "content": "d"},
 ]
-
-
-def test_every_turn_of_the_assistant_is_trained_once_with_all_turns():
-    tokenizer = tiny.tokenizer()
-    encoder, rows = Encoder(tokenizer), Rows([{"messages": CONVERSATION}], "d.jsonl")
-    first, last = said(tokenizer, tiny.pairs(encoder, rows[0], None, "completion", "all"))
-    assert first == ("<bos><assistant>hi<end>\n<user>a<end>\n<assistant>", "b<end>")
-    assert last == (f"{first[0]}b<end>\n<user>c<end>\n<assistant>", "d<end>")
-    assert said(tokenizer, tiny.pairs(encoder, rows[0], None, "completion")) == [last]
 
 
 def test_a_conversation_that_is_too_long_is_dropped_whole(files, tmp_path):
@@ -151,20 +117,6 @@ def test_a_row_of_text_is_trained_after_its_first_token():
 
 
 # Answers.
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("so it is\n\\boxed{3} or \\boxed{\\frac{1}{2}}, as was asked", "\\frac{1}{2}"),
-        ("work\n#### 42", "42"),
-        ("$\\frac{63}{400}$", "$\\frac{63}{400}$"),
-        (7, "7"),
-    ],
-)
-def test_the_answer_of_a_solution(solution, answer):
-    assert answers_of({"problem": "p", "solution": solution}, None) == [answer]
-    assert answers_of({"answer": "5", "solution": solution}, None) == ["5"]
 
 
 @pytest.mark.parametrize("skipped", ["<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>"])

@@ -7,7 +7,7 @@ import pytest
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.forms import WEIGHTS, RowReader
 from fused_rl.trainers.data.preferences import pair_sides
-from fused_rl.trainers.data.rows import BadRow, Rows, load_rows
+from fused_rl.trainers.data.rows import BadRow, Rows
 from tests.trainers import tiny
 
 USER = {"role": "user", "content": "hi"}
@@ -93,16 +93,6 @@ def test_without_a_chat_template_only_text_can_be_trained(row, what):
     encoder = Encoder(tiny.tokenizer(chat=False))
     with pytest.raises(BadRow, match=f"has {what}, but there is no chat template"):
         tiny.pairs(encoder, row, None, "completion")
-
-
-def test_columns_of_text_in_a_csv_file_keep_their_digits(tmp_path):
-    path = tmp_path / "d.csv"
-    path.write_text("system,instruction,input,output\n007,1,2.50,1e3\n,2,,4\n")
-    rows = [
-        {"system": "007", "instruction": "1", "input": "2.50", "output": "1e3"},
-        {"system": None, "instruction": "2", "input": None, "output": "4"},
-    ]
-    assert list(load_rows(str(path))) == rows
 
 
 # What is refused, or read as it is meant, where the tokens would be wrong without a word.
@@ -219,15 +209,6 @@ def test_spellings_of_parts_calls_and_columns_say_the_same():
     assert RowReader(nested).completion("input.messages", "completion").prompt == [USER]
     (text,) = RowReader({"a": {"b": "ok"}}).completion(None, "completion", "a.b").responses
     assert text == "ok"
-
-
-def test_tools_that_a_template_only_mentions_are_refused():
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = "{% if tools %}{% endif %}" + tiny.CHAT_TEMPLATE
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    rows = Rows([{"prompt": "a", "completion": "b", "tools": [tool]}], "x")
-    with pytest.raises(BadRow, match="repeats tools"):
-        tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
 
 
 def test_reasoning_is_closed_once_where_the_template_writes_it_after_white_space():

@@ -293,27 +293,6 @@ def test_the_option_that_an_error_names_helps(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_how_a_call_is_spelled_changes_no_id(name):
-    encoder, results = encoder_of(name), set()
-    turn = {"role": "assistant", "tool_calls": calls(CITY)}
-    for spelled in (
-        turn,
-        turn | {"content": None},
-        turn | {"content": ""},
-        turn | {"content": None, "tool_calls": calls(json.dumps(CITY))},
-        turn | {"content": "", "tool_calls": json.dumps(calls(CITY))},
-    ):
-        for tools in (TOOLS, json.dumps(TOOLS)):
-            try:
-                results.add(
-                    str(encoded(encoder, {"tools": tools, "messages": [user("a"), spelled]}))
-                )
-            except BadRow as error:
-                results.add(str(error))
-    assert len(results) == 1
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_responses_of_several_turns_follow_their_prompt_or_are_refused(name):
     encoder = encoder_of(name)
     turns = [assistant("First."), user("b"), assistant("Second.")]
