@@ -267,30 +267,6 @@ def test_two_ranks_one_of_which_gets_a_signal(sent, whole, good, tmp_path):
     assert_equal_runs(folder, expected)
 
 
-# Two groups of each rank in each update.
-DEALT = ("--prompts_per_step", "8", "--minibatches", "2", "--zero_stage")
-DEALT_KILLED = [
-    Moment(1, "unfinished-step-1", rank=1),
-    Moment(1, "unfinished-step-2", 0.01),
-    Moment(3, "metrics.jsonl"),
-    Moment(1, "unfinished-model"),
-]
-
-
-@pytest.mark.parametrize("stage", ["2", "3"])
-@pytest.mark.parametrize("moment", DEALT_KILLED, ids=str)
-def test_two_ranks_with_dealt_groups_go_on_bit_for_bit(moment, stage, whole, good, tmp_path):
-    """Under ZeRO 3 the models are also partitioned while they are read."""
-    expected = whole("grpo", 2, *DEALT, stage)
-    folder = without_run(good, tmp_path / "folder")
-    argv = argv_to_go_on("grpo", folder, *DEALT, stage)
-    statuses = run("grpo", argv, folder, moment, ranks=2)
-    assert statuses[moment.rank] == -signal.SIGKILL, log_of(folder)
-    argv = argv_to_go_on("grpo", folder, *DEALT, stage)
-    assert run("grpo", argv, folder, ranks=2) == [0, 0], log_of(folder)
-    assert_equal_runs(folder, expected)
-
-
 JUDGE = """
 import time
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from tests.trainers.bad_inputs.cases import ALL, READERS, Case, of, words
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
 
 
 def columns_of(command: str) -> dict:
@@ -87,7 +86,6 @@ DATA = [
     *data("sft", "half a Parquet file", b"PAR1", "data.parquet.* cannot be read", "data.parquet"),
     *line(ALL, "{", "not JSON"),
     *line("sft", b'{"question": "\xff"}', "not JSON in UTF-8"),
-    *line("sft", "[1]", "expected a JSON object, got list"),
     # Columns.
     *words("reward", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words(
@@ -111,10 +109,6 @@ DATA = [
     *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
     # Prompts.
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"human": "a"}], "column 'question' has an unknown role or none"),
-    *cell(
-        "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
-    ),
     *cell(
         "sft grpo",
         "question",
@@ -127,12 +121,6 @@ DATA = [
         [USER],
         "system_prompt has no meaning for",
         options=("--system_prompt", "s"),
-    ),
-    *cell(
-        "sft",
-        "tools",
-        [{"name": "f"}],
-        "leaves out or repeats tools; remove that from the row",
     ),
     *data(
         READERS,
@@ -149,20 +137,9 @@ DATA = [
     *line("sft", json.dumps({"question": [USER, ASSISTANT, USER]}), "column 'answer' is missing"),
     *cell(
         "sft",
-        "question",
-        [USER, ASSISTANT],
-        "ends with the assistant's turn, and a response begins with the assistant's",
-    ),
-    *cell(
-        "sft",
         "answer",
         "",
         "the completion is empty, and would only teach the model to stop; remove the row",
-    ),
-    *line(
-        "sft",
-        json.dumps({"question": [USER, {**ASSISTANT, "content": ""}]}),
-        "the completion is empty, and would",
     ),
     *cell(
         "sft",
@@ -170,11 +147,5 @@ DATA = [
         "b<end>c",
         "the completion contains '<end>', the token that ends a response",
     ),
-    *line(
-        "sft",
-        json.dumps({"question": [USER, CALLS]}),
-        "leaves out or repeats tool_calls",
-    ),
-    *cell("reward", "chosen", [CALLS], "leaves out or repeats tool_calls"),
     *words("sft", "--max_length 3", "rows.jsonl: no row is left of 10.*max_length"),
 ]

@@ -135,10 +135,6 @@ def that_is_a_classifier_of_three(folder):
     another(folder, "Qwen2-ForSequenceClassification", num_labels=3, num_key_value_heads=1, **SMALL)
 
 
-def that_is_a_reward_model(folder):
-    another(folder, "Qwen2-ForSequenceClassification", num_labels=1, num_key_value_heads=1, **SMALL)
-
-
 def run(folder):
     """Make the folder of a run, with the model in it."""
     shutil.copytree(folder / "model", folder / "its" / "model")
@@ -175,11 +171,6 @@ MODELS = [
         ALL,
         with_too_few_positions,
         r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions",
-    ),
-    *model(
-        "sft",
-        that_is_a_reward_model,
-        "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM",
     ),
     *model("reward", that_is_a_classifier_of_three, "num_labels=3"),
 ]

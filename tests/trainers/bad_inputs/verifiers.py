@@ -49,13 +49,6 @@ VERIFIERS = [
         "'Paris'.*exact_match",
         options=("--verifiers", "math"),
     ),
-    *of(
-        "eval grpo",
-        "no verifiers",
-        "verifiers is missing; give one of math, ",
-        "--verifiers",
-        "null",
-    ),
     *cell(
         "grpo",
         "answer",
