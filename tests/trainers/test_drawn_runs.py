@@ -5,6 +5,7 @@ Others, and more of them, are drawn by `make test-drawn SEED=7 COUNT=300`. A fai
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,38 +50,39 @@ POLICY = SAMPLED + [
     {"loss_agg": "seq-mean-token-sum-norm", "clip_high": 0.28},
 ]
 OPTIONS = {
-    "grpo": POLICY
-    + [
-        {"preset": "gspo"},
+    "grpo": [
+        {"ref_sync_every": 1, "ref_mixup_alpha": 0.6},
+        {"zero_variance": "refill", "verifiers": "tests.trainers.tiny:first_is_odd"},
         {"preset": "rloo", "old_logprobs": "sampler"} | TOLD,
+        {"advantage": "gdpo", "verifiers": TWO},
+        {"preset": "gspo"},
         {"preset": "scalerl"},
         {"preset": "dapo", "overlong_buffer": 4},
-        {"advantage": "gdpo", "verifiers": TWO},
-        {"advantage": "batch-std", "zero_variance": "drop"},
-        {"zero_variance": "refill", "verifiers": "tests.trainers.tiny:first_is_odd"},
+        {"advantage": "batch-std"},
+        {"zero_variance": "drop"},
         {"share_prompts": False},
         {"kl_every": 2},
         {"kl_every": 0, "kl_coef": 0.0},
-        {"ref_sync_every": 1, "ref_mixup_alpha": 0.6},
-    ],
-    "ppo": POLICY
-    + [
-        {"gamma": 0.9, "gae_lambda": 0.8, "value_gae_lambda": 1.0},
-        {"whiten_rewards": True, "value_clip": 0.1},
-        {"missing_eos_penalty": 0.5, "delta": 1.5},
+    ]
+    + POLICY,
+    "ppo": [
         {"kl_target": 0.05, "kl_horizon": 50},
         {"critic_lr": 2e-3, "critic_warmup_steps": 2},
         {"epochs": 3, "target_kl": 1e-4},
+        {"gamma": 0.9, "gae_lambda": 0.8, "value_gae_lambda": 1.0},
+        {"whiten_rewards": True, "value_clip": 0.1},
+        {"missing_eos_penalty": 0.5, "delta": 1.5},
         {"critic_only": 3},
-    ],
-    "distill": SAMPLED
-    + [
-        {"direction": "forward", "distill_temperature": 0.7},
+    ]
+    + POLICY,
+    "distill": [
         {"direction": "jensen-shannon", "jsd_beta": 0.3},
+        {"direction": "forward", "distill_temperature": 0.7},
         {"on_policy": 0.0},
         {"packing": True},
         {"verifiers": "tests.trainers.tiny:odd_characters"},
-    ],
+    ]
+    + SAMPLED,
     "sft": [{"packing": True}, {"packing": False}, {"max_length": 26}, {"text_column": "answer"}],
     "reward": [
         {"centering": 0.01, "label_smoothing": 0.05},
@@ -147,10 +149,13 @@ def draw(number: int, files, most: int) -> Drawn:
     """The draw of a number, on at most so many processes."""
     source = random.Random(f"{SEED}{number}")
     trainer = TRAINERS[number % len(TRAINERS)]
+    rows = OPTIONS[trainer] + ANY
+    # Each row comes in its turn, beside one or two of the others.
+    turn = (TRAINERS * (1 + number // len(TRAINERS)))[:number].count(trainer)
     while True:
         # A gradient of rounding size moves no weight by a whole learning rate.
         options = {"steps": 3, "keep_checkpoints": 3, "adam_eps": 1e-4}
-        for chosen in source.sample([*ANY, *OPTIONS[trainer]], source.choice([2, 3])):
+        for chosen in (rows[turn % len(rows)], *source.sample(rows, source.choice([1, 2]))):
             options |= chosen
         processes, division = source.choice([one for one in DIVISIONS if one[0] <= most])
         step = source.choice([1, 2])
@@ -179,6 +184,12 @@ def train(rank, world, files, folders: list[tuple[Path, Drawn]]) -> None:
             raise AssertionError(str(drawn)) from error
 
 
+def held_out(folder: Path) -> list[float]:
+    """All numbers of the rows of all evaluations."""
+    numbers = re.findall(r"[\[ ](-?\d[\d.e-]*)", (folder / "held_out.jsonl").read_text())
+    return [*map(float, numbers)]
+
+
 COUNT = int(os.environ.get("FUSED_RL_COUNT", 300))
 
 
@@ -192,8 +203,12 @@ def test_a_run_is_the_same_divided_and_resumed(count, most, tmp_path):
     for folder, drawn in draws.items():
         print("drawn:", drawn)  # shown if it fails
         runs.assert_equal_runs(folder / "whole", folder / "resumed")
+        assert held_out(folder / "whole") == held_out(folder / "resumed")
         if drawn.divides:
             alone = str(folder / "alone"), drawn.trainer, drawn.options
             divided.train_all(0, 1, files, [alone])
             runs.assert_same_metrics(folder / "alone", folder / "whole", 1e-5)
             runs.assert_same_weights(folder / "alone", folder / "whole", 1e-5)
+            # They have six digits.
+            expected = pytest.approx(held_out(folder / "alone"), rel=2e-5, abs=1e-5)
+            assert held_out(folder / "whole") == expected
