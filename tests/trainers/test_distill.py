@@ -13,7 +13,6 @@ from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.teacher import ServedTeacher, Teacher, load_teachers
-from fused_rl.trainers.rollouts.types import Response, Sample
 from tests.lazy import transformers
 from tests.marks import slow
 from tests.trainers import fake_server, tiny
@@ -153,33 +152,6 @@ def test_held_out_responses_are_compared(folder, tmp_path, monkeypatch):
     assert first["eval/distill/kl"] == pytest.approx(loss.item(), rel=1e-5)
     assert first["eval/distill/top1_agreement"] == pytest.approx(agreement)
     assert last["eval/distill/kl"] < first["eval/distill/kl"]
-
-
-def test_figures_of_responses_are_the_parts_of_the_aggregate(monkeypatch):
-    """In whatever micro-batches; samples that make the ranks even, and the sets of those drawn, count nothing."""
-    samples = []
-    for i, length in enumerate((5, 1, 4, 2, 3, 2, 2)):
-        response = Response([10 + i] * length, "length", support=[[10 + i, 7]] * length)
-        samples.append(Sample({}, [1], response, "", str(i)))
-
-    def divergence(policy, teachers, batch, teacher_of):
-        assert batch.support is None
-        of_sequences = batch.input_ids[:, 1] * batch.token_counts.double()
-        totals = dict.fromkeys(("agrees", "mass", "compared"), torch.zeros(()))
-        return totals | {"kl": of_sequences.sum(), "kl_of_sequences": of_sequences}
-
-    monkeypatch.setattr(distill, "teacher_divergence", divergence)
-    policy = SimpleNamespace(
-        tokenizer=tiny.tokenizer(),
-        device=torch.device("cpu"),
-        config=SimpleNamespace(teacher_column="teacher"),
-        model=torch.nn.Identity(),
-        divide=lambda batch, index: index.split(3),
-        published=0,
-    )
-    metrics, parts = distill.compare(policy, {"": None}, samples, 5)
-    assert parts.tolist() == [[50, 5], [11, 1], [48, 4], [26, 2], [42, 3]]
-    assert metrics == {"distill/num_tokens": 15, "distill/kl": pytest.approx(177 / 15)}
 
 
 @pytest.mark.parametrize("beyond", [0, 3])

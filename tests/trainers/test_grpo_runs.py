@@ -26,9 +26,6 @@ def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder):
 SIDE_FIGURES = [
     {"kl_coef": 0.1, "minibatches": 1},
     slow({"kl_coef": 0.1, "minibatches": 2, "epochs": 2}),
-    slow({"loss_from": "logits", "top_p": 0.9, "preset": "gspo"}),
-    slow({"lora_rank": 2, "gradient_checkpointing": True, "save_merged": True}),
-    slow({"zero_stage": 3}),
 ]
 
 

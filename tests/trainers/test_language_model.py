@@ -40,21 +40,6 @@ def batch():
     return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
-def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders):
-    lm, given = load(folders, folders[0]), batch()
-    inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
-    plain = lm(**inputs)
-    for name, options in (("loss", LOSS), ("likeliest", {"want_likeliest": True})):
-        found = lm(**inputs, **options)
-        values = {name for name, value in found._asdict().items() if value is not None}
-        assert values == {"logprobs", "entropy", name}
-        assert torch.equal(found.logprobs, plain.logprobs)
-        assert torch.equal(found.entropy, plain.entropy)
-        assert plain.logprobs.requires_grad and not found.logprobs.requires_grad
-        if name == "loss":
-            torch.testing.assert_close(found.loss, -plain.logprobs.sum())
-
-
 def test_every_token_that_is_read_has_a_gradient_also_the_one_that_the_model_pads_with(tmp_path):
     folder = tiny.model_folder(tmp_path / "model", pad_is_eos=True)
     lm, classifier = load((folder,), folder), RewardModel.from_pretrained(folder)

@@ -25,9 +25,7 @@ PPO = GRPO | {"group_size": 2, "epochs": 2, "target_kl": 0.1, "critic_lr": 0.5}
 CASES = [
     ("grpo", {"micro_batch_size": 3, "share_prompts": False}),  # which do not divide
     slow(("ppo", {"micro_batch_size": 3})),
-    slow(("grpo", {"loss_from": "logits"})),
     slow(("grpo", {"dtype": "bfloat16", "zero_stage": 1})),
-    slow(("grpo", {"preset": "gspo", "lora_rank": 2})),
     slow(("grpo", {"lag": 1})),
 ]
 

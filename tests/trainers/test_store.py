@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import random
 import resource
 import shutil
 import sys
@@ -299,15 +298,6 @@ def test_ranks_share_the_files_of_a_checkpoint_to_verify(files, run, monkeypatch
             folder.open()
     manifest = json.loads((folder.chosen / "manifest.json").read_text())
     assert sorted(verified) == sorted(folder.chosen / name for name in manifest)
-
-
-def test_generators_go_on_where_a_checkpoint_was_written(files, tmp_path):
-    folder = store.RunFolder(run_config(files, tmp_path))
-    folder.save({}, 1, {}, {})
-    drawn = random.random(), torch.rand(()).item()
-    folder.changes = {}
-    folder.load({}, {})
-    assert (random.random(), torch.rand(()).item()) == drawn
 
 
 def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, run, capsys):
