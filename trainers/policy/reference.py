@@ -23,7 +23,9 @@ class Reference:
 
     def score(self, inputs: dict) -> Scored:
         """Return the reference's scores of the sequences in `inputs`, which are those of `Policy.inputs`."""
-        return self.model(**inputs)
+        # ZeRO 3 expects of every pass the weights of the first, which may have been one of `states_for`.
+        with engine.gathered(*without_engine(self.model).head.parameters(recurse=False)):
+            return self.model(**inputs)
 
     @contextlib.contextmanager
     def states_for(self, inputs: dict) -> Iterator[ReferenceStates]:
