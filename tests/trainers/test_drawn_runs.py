@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from tests.drawn import SEED
 from tests.marks import release, slow
@@ -145,6 +146,12 @@ class Drawn(NamedTuple):
         return not any(part.items() <= self.options.items() for part in differs)
 
 
+# A gradient of rounding size moves no weight by a whole learning rate.
+COMMON = {"steps": 3, "keep_checkpoints": 3, "adam_eps": 1e-4}
+# What took many draws to find, run every time.
+FOUND = Drawn("grpo", COMMON | {"kl_every": 2}, 2, {"zero_stage": 3, "save_every": 1}, 1)
+
+
 def draw(number: int, files, most: int) -> Drawn:
     """The draw of a number, on at most so many processes."""
     source = random.Random(f"{SEED}{number}")
@@ -153,8 +160,7 @@ def draw(number: int, files, most: int) -> Drawn:
     # Each row comes in its turn, beside one or two of the others.
     turn = (TRAINERS * (1 + number // len(TRAINERS)))[:number].count(trainer)
     while True:
-        # A gradient of rounding size moves no weight by a whole learning rate.
-        options = {"steps": 3, "keep_checkpoints": 3, "adam_eps": 1e-4}
+        options = {**COMMON}
         for chosen in (rows[turn % len(rows)], *source.sample(rows, source.choice([1, 2]))):
             options |= chosen
         processes, division = source.choice([one for one in DIVISIONS if one[0] <= most])
@@ -164,6 +170,7 @@ def draw(number: int, files, most: int) -> Drawn:
             for world, changed in ((1, {}), (processes, division)):
                 config = divided.config_of(trainer, files, "o", **options | changed)
                 config.resolve()
+                engine.torch_dtype(config)
                 divided.module_of(trainer).batch_plan(config, world // config.sequence_parallel)
         except InputError:
             continue
@@ -197,6 +204,8 @@ COUNT = int(os.environ.get("FUSED_RL_COUNT", 300))
 def test_a_run_is_the_same_divided_and_resumed(count, most, tmp_path):
     files = divided.make_files(tmp_path)
     draws = {tmp_path / str(number): draw(number, files, most) for number in range(count)}
+    if most > 1:
+        draws[tmp_path / "found"] = FOUND
     for processes in (1, 2, 4)[:most]:
         several = [item for item in draws.items() if item[1].processes == processes]
         runs.on_ranks(train, processes, files, several, timeout=3000)
