@@ -45,9 +45,6 @@ def falling(update: int, total: int) -> float:
     return 1 - 0.75 * update / total
 
 
-HOOKED = {"on_step": f"{__name__}:summing", "lr_schedule": f"{__name__}:falling", "order": "file"}
-
-
 def test_own_code_changes_nothing_but_what_it_returns(files, whole, tmp_path):
     sft.train(run_config(files, tmp_path / "run"), on_step=summing)
     assert_same_weights(tmp_path / "run", whole)
@@ -154,7 +151,7 @@ def test_two_processes_end_together_when_the_first_asks_or_fails(files, tmp_path
 
 
 def test_a_function_of_the_options_and_one_of_python_are_two(files, tmp_path):
-    config = run_config(files, tmp_path / "run", on_step=HOOKED["on_step"])
+    config = run_config(files, tmp_path / "run", on_step=f"{__name__}:summing")
     with pytest.raises(InputError, match="on_step=.*summing and another from Python"):
         sft.train(config, on_step=summing)
 
