@@ -47,7 +47,6 @@ POLICY = SAMPLED + [
     {"epochs": 2},
     {"mask_truncated": True},
     {"top_entropy": 0.5},
-    {"surrogate": "kl-cov"},
     {"loss_agg": "seq-mean-token-sum-norm", "clip_high": 0.28},
 ]
 OPTIONS = {
@@ -157,11 +156,13 @@ def draw(number: int, files, most: int) -> Drawn:
     source = random.Random(f"{SEED}{number}")
     trainer = TRAINERS[number % len(TRAINERS)]
     rows = OPTIONS[trainer] + ANY
-    # Each row comes in its turn, beside one or two of the others.
-    turn = (TRAINERS * (1 + number // len(TRAINERS)))[:number].count(trainer)
+    # Each row comes in its turn, beside one or two others; what is always refused is passed over.
+    attempt = 20 * (TRAINERS * (1 + number // len(TRAINERS)))[:number].count(trainer)
     while True:
         options = {**COMMON}
-        for chosen in (rows[turn % len(rows)], *source.sample(rows, source.choice([1, 2]))):
+        first = rows[attempt // 20 % len(rows)]
+        attempt += 1
+        for chosen in (first, *source.sample(rows, source.choice([1, 2]))):
             options |= chosen
         processes, division = source.choice([one for one in DIVISIONS if one[0] <= most])
         step = source.choice([1, 2])
