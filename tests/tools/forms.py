@@ -48,10 +48,10 @@ def prompts(config, rows: Rows, encoder: Encoder) -> list:
         rows,
         encoder,
         scorers,
+        config.check_row,
         column=config.prompt_column,
         max_length=config.max_prompt_length,
         completion_column=config.trained_column,
-        check=config.check_row,
     )
 
 

@@ -190,6 +190,18 @@ def test_a_tokenizer_that_reads_no_calls_is_refused(model, tmp_path):
         grpo.train(config.replace(zero_stage=3), tools=[multiply])
 
 
+@pytest.mark.parametrize(("split", "name"), [("dataset", "c"), ("eval_dataset", ["a"])])
+def test_a_row_that_names_no_environment_is_refused_at_the_start(split, name, model, tmp_path):
+    rows = {
+        key: [{"prompt": "Count", "environment": "a"}] * 2 for key in ("dataset", "eval_dataset")
+    }
+    rows[split][1] = {"prompt": "Count", "environment": name}
+    expected = rf"row 2.*{re.escape(repr(name))}; expected one of \['a', 'b'\]"
+    with pytest.raises(InputError, match=expected):
+        factories = {"a": Increment, "b": Increment}
+        grpo.train(options_of(model, tmp_path), environment_factory=factories, **rows)
+
+
 # With a model of the policy's own kind as the critic or the teacher.
 OTHERS = {
     "ppo": lambda model: {"minibatches": 1},

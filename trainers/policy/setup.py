@@ -205,13 +205,14 @@ def read_inputs(
         environment: what makes the environments of responses, by their names if rows choose one.
     """
     config = with_scorers(config, scorers)
+    checks = []
     if tools or environment or config.tools or config.environment:
         from ..rollouts.tools import ToolSampler
 
         if sampler or config.sampler:
             raise InputError("sampler and tools are both given; give one of them")
         sampler = ToolSampler(config, tools, environment)
-        config = sampler.config
+        config, checks = sampler.config, [sampler.environment_of]
         if rows[0] is None and config.dataset is None:
             rows = (sampler.rows, rows[1])
     run = Run(config, batch_plan, on_step)
@@ -224,7 +225,7 @@ def read_inputs(
             size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
             options = {"tokenizer": tokenizer, "device": run.device, "batch_size": size}
             judges = load_scorers(config, policy=config, held=config, **options)
-        prompts, held_out = load_prompts(config, tokenizer, judges, read)
+        prompts, held_out = load_prompts(config, tokenizer, judges, read, *checks)
         sampler = users_function("sampler", config.sampler, sampler, "built", "tokenizer")
     for scorer in judges:
         count = len(tokenizer.tokenize(scorer.longest))
@@ -296,8 +297,9 @@ def load_prompts(
     tokenizer,
     scorers: Sequence[Scorer],
     rows: tuple[Rows, Rows],
+    *checks: Callable[[dict], object],
 ) -> tuple[Examples, Examples]:
-    """Return the prompts of the training rows and of the held-out ones; every scorer checks each row."""
+    """Return the prompts of the training rows and of the held-out ones; scorers and `checks` check each row."""
     encoder = encode.Encoder.of(config, tokenizer)
     train, held_out = rows
     prompts = []
@@ -306,10 +308,11 @@ def load_prompts(
             split,
             encoder,
             scorers,
+            split_config.check_row,
+            *checks,
             column=split_config.prompt_column,
             max_length=split_config.max_prompt_length,
             completion_column=split_config.trained_column,
-            check=split_config.check_row,
         )
         prompts.append(read)
     return prompts[0], prompts[1]

@@ -46,11 +46,10 @@ def prompts_of(
     rows: Rows,
     encoder: encode.Encoder,
     scorers: Sequence[Scorer],
-    *,
+    *checks: Callable[[dict], object],
     column: str | None,
     max_length: int,
     completion_column: str | None = None,
-    check: Callable[[dict], None] | None = None,
 ) -> Examples:
     """Return a `Prompt` for every row that is short enough.
 
@@ -58,12 +57,12 @@ def prompts_of(
         rows: the rows.
         encoder: makes token ids of them.
         scorers: each checks every row.
+        checks: more of them; each raises an InputError for a row that cannot be used.
         column: as the option prompt_column.
         max_length: of a prompt, in tokens.
         completion_column: of the completion that each row must have; None reads none.
-        check: raises an InputError for a row that cannot be used.
     """
-    checks = [scorer.check for scorer in scorers] + ([] if check is None else [check])
+    checks = (*checks, *(scorer.check for scorer in scorers))
     read = functools.partial(
         _read_prompt, encoder, column=column, completion_column=completion_column
     )

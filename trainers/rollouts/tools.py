@@ -61,9 +61,9 @@ class ToolSampler(Sampler):
             make = users_function("environment", config.environment, environment)
             environment = {None: make or object}
         self.factories = environment
-        # The first instance of each says what its methods are. A rollout uses the instances of the one before again.
+        # The first instance of each says what its methods are. All episodes of a rollout take theirs before any ends,
+        # so what they give back is for the next one.
         self.idle = {name: [make()] for name, make in environment.items()}
-        self.lent = []
         self.schemas = {}
         verifiers = config.verifiers or []
         for name, (one,) in self.idle.items():
@@ -85,6 +85,14 @@ class ToolSampler(Sampler):
                 functions[name] = method
         return functions
 
+    def environment_of(self, row: dict) -> str | None:
+        """Return the name of a row's environment, None if there is one for all; refuse a name that none has."""
+        names = [*self.factories]
+        name = None if None in names else row.get("environment")
+        if name not in names:
+            raise InputError(f"column 'environment' is {name!r:.80}; expected one of {names}")
+        return name
+
     def __call__(self, built: Sampler, tokenizer: Any) -> Sampler:
         super().__init__(built, tokenizer)
         self.encoder = Encoder.of(self.config, tokenizer)
@@ -103,9 +111,6 @@ class ToolSampler(Sampler):
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in which what others than the policy say is not trained."""
-        for idle, environment in self.lent:
-            idle.append(environment)
-        self.lent = []
         episodes = [self._episode(prompt, sampling.max_new_tokens) for prompt in sampling.prompts]
         wanted = [next(episode) for episode in episodes]
         for number in itertools.count():
@@ -129,7 +134,7 @@ class ToolSampler(Sampler):
         A function waits for what it returns or raises, and (token ids, the tokens that are left) for the policy's turn.
         """
         # An environment says what is added to the prompt.
-        name = None if None in self.factories else prompt.row["environment"]
+        name = self.environment_of(prompt.row)
         idle, make = self.idle[name], self.factories[name]
         environment = idle.pop() if idle else make()
         functions = self.functions(environment)
@@ -192,7 +197,7 @@ class ToolSampler(Sampler):
         # The next rollout may play before scorers read this one, and another rank may read it.
         if not self.config.lag and ranks.sequence_group() is None:
             extra["environments"] = environment
-        self.lent.append((idle, environment))
+        idle.append(environment)
         yield response
 
     def _outcomes(self, functions: list[Callable]) -> list[Any]:
