@@ -19,7 +19,8 @@ from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import store
-from tests.trainers import killed, runs, tiny
+from fused_rl.trainers.servers.sampler import ServerSampler
+from tests.trainers import fake_server, killed, runs, tiny
 from tests.trainers.test_tools import add, multiply
 
 
@@ -188,6 +189,27 @@ def test_a_tokenizer_that_reads_no_calls_is_refused(model, tmp_path):
         grpo.train(config, tools=[multiply], sampler=Sampler)
     with pytest.raises(InputError, match="zero_stage=3"):
         grpo.train(config.replace(zero_stage=3), tools=[multiply])
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_turn_of_all_responses_is_one_batch_of_a_server(lag, model, tmp_path, monkeypatch):
+    batches, sample = [], ServerSampler.sample
+
+    def noted(self, prompts, sampling):
+        batches.append({prompt.count(result) for prompt in prompts})
+        return sample(self, prompts, sampling)
+
+    monkeypatch.setattr(ServerSampler, "sample", noted)
+    options = {"lag": lag, "max_tool_calling_iterations": 1, "max_prompt_length": 64, "lr": 1e-9}
+    with fake_server.serving("vllm", model) as fake:
+        result = fake.tokenizer.convert_tokens_to_ids("<tool>")
+        config = options_of(model, tmp_path, server=[fake.url], eval_size=0, **options)
+        grpo.train(config, tools=[multiply, add], dataset=QUESTIONS, scorers=[accuracy])
+    assert batches == [{0}, {1}] * 2
+    steps = [row for row in tiny.read_metrics(tmp_path) if "rollout/weight_version" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1 - lag]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
+    assert all(row["tools/call_frequency"] > 0.5 for row in steps)
 
 
 @pytest.mark.parametrize(("split", "name"), [("dataset", "c"), ("eval_dataset", ["a"])])
