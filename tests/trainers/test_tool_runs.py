@@ -17,6 +17,7 @@ from fused_rl.recipes import tool
 from fused_rl.recipes.tiny_model import learn_tokenizer, save_llama, texts_of
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.commands.eval import EvalConfig, evaluate
 from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import store
 from fused_rl.trainers.servers.sampler import ServerSampler
@@ -154,7 +155,7 @@ def test_programs_for_trl_run_as_they_are(name, model, tmp_path):
     assert any("<call>" in row["response"] and "<tool>" in row["response"] for row in shown)
 
 
-def test_a_dry_run_shows_the_tools_and_calls_none(model, tmp_path, capsys):
+def test_a_dry_run_shows_the_tools_and_calls_none(model, tmp_path):
     def trap(a: int) -> int:
         """
         Nobody calls it.
@@ -200,28 +201,32 @@ def test_each_turn_of_all_responses_is_one_batch_of_a_server(lag, model, tmp_pat
         return sample(self, prompts, sampling)
 
     monkeypatch.setattr(ServerSampler, "sample", noted)
-    options = {"lag": lag, "max_tool_calling_iterations": 1, "max_prompt_length": 64, "lr": 1e-9}
     with fake_server.serving("vllm", model) as fake:
         result = fake.tokenizer.convert_tokens_to_ids("<tool>")
-        config = options_of(model, tmp_path, server=[fake.url], eval_size=0, **options)
+        config = options_of(model, tmp_path, server=[fake.url], lag=lag, lr=1e-9, eval_size=0)
+        config = config.replace(max_tool_calling_iterations=1, max_prompt_length=64)
         grpo.train(config, tools=[multiply, add], dataset=QUESTIONS, scorers=[accuracy])
     assert batches == [{0}, {1}] * 2
     steps = [row for row in tiny.read_metrics(tmp_path) if "rollout/weight_version" in row]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1 - lag]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
-    assert all(row["tools/call_frequency"] > 0.5 for row in steps)
 
 
-@pytest.mark.parametrize(("split", "name"), [("dataset", "c"), ("eval_dataset", ["a"])])
-def test_a_row_that_names_no_environment_is_refused_at_the_start(split, name, model, tmp_path):
-    rows = {
-        key: [{"prompt": "Count", "environment": "a"}] * 2 for key in ("dataset", "eval_dataset")
-    }
-    rows[split][1] = {"prompt": "Count", "environment": name}
-    expected = rf"row 2.*{re.escape(repr(name))}; expected one of \['a', 'b'\]"
-    with pytest.raises(InputError, match=expected):
-        factories = {"a": Increment, "b": Increment}
+@pytest.mark.parametrize("split", ["dataset", "eval_dataset"])
+def test_a_row_that_names_no_environment_is_refused_at_the_start(split, model, tmp_path):
+    row, factories = {"prompt": "Count", "environment": "a"}, {"a": Increment, "b": Increment}
+    rows = {"dataset": [row], "eval_dataset": [row], split: [row | {"environment": ["a"]}]}
+    with pytest.raises(InputError, match=r"row 1.*'environment' is .* one of \['a', 'b'\]"):
         grpo.train(options_of(model, tmp_path), environment_factory=factories, **rows)
+
+
+def test_an_evaluation_calls_the_tools_of_the_models_run(model, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(f"environment: {EchoToolEnv.__module__}:EchoToolEnv")
+    config = EvalConfig(model=str(tmp_path / "model"), dataset="", samples=1, max_new_tokens=48)
+    rows = PROGRAMS["openenv"]["dataset"]
+    figures = evaluate(config, dataset=rows, scorers=[reward_func])
+    assert figures["tools/call_frequency"] > 0.5 and figures["score"] > 0.1
 
 
 # With a model of the policy's own kind as the critic or the teacher.

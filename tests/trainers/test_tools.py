@@ -323,7 +323,7 @@ def test_environments_say_the_task_and_score_and_are_used_again(played):
 
 def test_rows_choose_an_environment_and_see_its_tools_alone(played):
     several = {"a": Guess, "b": Late}
-    options = {"environment": several, "tools": None}
+    options = {"environment": several, "tools": ()}
     (response,), sampler, encoder = played("qwen3", [["Hm."]], row={"environment": "b"}, **options)
     text = encoder.tokenizer.decode(response.extra["prompt_ids"])
     assert '"think"' in text and '"guess"' not in text

@@ -5,7 +5,7 @@ r"""The accuracy of a model with greedy decoding and over several samples, with 
         --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k
 
 The prompts, the sampler and the scorers are those of GRPO and PPO; docs/doctor.md defines the figures. Left out:
-ZeRO (the model must fit on one device), inference servers, and responses of several turns.
+ZeRO (the model must fit on one device), inference servers, and samplers of your own.
 """
 
 import math
@@ -33,7 +33,7 @@ from ..models import language_model
 from ..options import PromptConfig
 from ..policy.evaluate import HeldOut, held_out_share, results_of, say_signal
 from ..rollouts.generate import TransformersSampler
-from ..rollouts.options import SamplingConfig
+from ..rollouts.options import SamplingConfig, ToolConfig
 from ..rollouts.roll_out import prompts_of, roll_out
 from ..rollouts.solved import has_verdict
 from ..rollouts.types import Rollout, Scorer
@@ -54,10 +54,11 @@ PROMPTING = (
     "system_prompt",
     "chat_template_kwargs",
     "max_new_tokens",
+    *ToolConfig.model_fields,
 )
 
 
-class EvalConfig(ScorerConfig, SamplingConfig, PromptConfig):
+class EvalConfig(ScorerConfig, SamplingConfig, ToolConfig, PromptConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response.
 
     Scorers, and options of prompts, that are not given are those of the run that made the model.
@@ -74,6 +75,7 @@ class EvalConfig(ScorerConfig, SamplingConfig, PromptConfig):
         "max_new_tokens",
         "overwrite",
     )
+    lag: ClassVar = 0  # an environment is read by scorers before it plays again
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU."""
     dataset_split: str = "test"
@@ -143,6 +145,12 @@ def evaluate(
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
     config = with_run_options(config)
+    tools = None
+    if config.tools or config.environment:
+        from ..rollouts.tools import ToolSampler
+
+        tools = ToolSampler(config)
+        config = tools.config
     out = None if config.output_dir is None else Path(config.output_dir).absolute()
     existing = [
         name
@@ -183,6 +191,8 @@ def evaluate(
         length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     )
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
+    if tools:
+        sampler = tools(sampler, tokenizer)
     share = held_out_share(problems)
     # The batch stays on the CPU, because nothing is trained on it.
     greedy, sampled = (

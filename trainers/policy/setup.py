@@ -211,10 +211,16 @@ def read_inputs(
 
         if sampler or config.sampler:
             raise InputError("sampler and tools are both given; give one of them")
-        sampler = ToolSampler(config, tools, environment)
+        if config.zero_stage == 3 and config.server is None:
+            raise InputError(
+                "tools with zero_stage=3 would let ranks sample other numbers of turns: give --server or --zero_stage 2"
+            )
+        # Without a dataset; what an environment says takes the place of a blank prompt.
+        if (environment or config.environment) and rows[0] is None and config.dataset is None:
+            blank: list[dict] = [{"prompt": " "}] * (config.prompts_per_step + config.eval_size)
+            rows = (blank, rows[1])
+        sampler = ToolSampler(config, tools or (), environment)
         config, checks = sampler.config, [sampler.environment_of]
-        if rows[0] is None and config.dataset is None:
-            rows = (sampler.rows, rows[1])
     run = Run(config, batch_plan, on_step)
     with phase("read tokenizer, scorers and rows"), RowReport(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)

@@ -57,7 +57,20 @@ class SamplingConfig(Options):
         return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
 
 
-class SamplerConfig(SamplingConfig):
+class ToolConfig(Options):
+    """The functions that the policy may call."""
+
+    tools: str | None = None
+    """Functions that the policy may call, my_module:f,my_module:g, as for TRL (docs/tools.md)."""
+    environment: str | None = None
+    """A class with which each response plays, my_module:Class: its public methods are tools (docs/tools.md)."""
+    max_tool_calling_iterations: PositiveInt | None = None
+    """Turns of a response after which its calls are no longer answered; None bounds them by max_new_tokens alone."""
+    tool_timeout: Positive = may_change(60.0)
+    """Seconds that a call may take."""
+
+
+class SamplerConfig(ToolConfig, SamplingConfig):
     """The sampler of responses."""
 
     rollout_batch_size: PositiveInt | None = may_change(None)
@@ -76,14 +89,6 @@ class SamplerConfig(SamplingConfig):
     sampler: str | None = None
     """Your own sampler, my_module:name, called with the sampler of the other options and the tokenizer; it may hold a
     conversation, for example (docs/rollouts.md)."""
-    tools: str | None = None
-    """Functions that the policy may call, my_module:f,my_module:g, as for TRL (docs/tools.md)."""
-    environment: str | None = None
-    """A class with which each response plays, my_module:Class: its public methods are tools (docs/tools.md)."""
-    max_tool_calling_iterations: PositiveInt | None = None
-    """Turns of a response after which its calls are no longer answered; None bounds them by max_new_tokens alone."""
-    tool_timeout: Positive = may_change(60.0)
-    """Seconds that a call may take."""
     lag: NonNegativeInt = 0
     """Sample the responses of a step with the weights of this many steps earlier, during the steps in between;
     rollout_correction corrects for the difference (docs/rollouts.md)."""

@@ -51,12 +51,9 @@ class ToolSampler(Sampler):
         environment: what makes an environment, or several by the names that rows choose.
     """
 
-    def __init__(self, config: Any, tools: Sequence[Callable] | None, environment: Any):
-        if config.zero_stage == 3 and config.server is None:
-            problem = "tools with zero_stage=3 would let ranks sample other numbers of turns"
-            raise InputError(f"{problem}; give --server, or --zero_stage 2")
+    def __init__(self, config: Any, tools: Sequence[Callable] = (), environment: Any = None):
         names = config.tools.split(",") if config.tools else []
-        self.tools = [*(tools or ()), *(load_function("tools", name) for name in names)]
+        self.tools = [*tools, *(load_function("tools", name) for name in names)]
         if not isinstance(environment, dict):
             make = users_function("environment", config.environment, environment)
             environment = {None: make or object}
@@ -73,9 +70,6 @@ class ToolSampler(Sampler):
                 verifiers = [*verifiers, kind]
         kwargs = dict(config.chat_template_kwargs or {}, tools=sum(self.schemas.values(), []))
         self.config = config.replace(verifiers=verifiers or None, chat_template_kwargs=kwargs)
-        # Of a run without a dataset; what an environment says takes the place of a blank prompt.
-        rows = config.prompts_per_step + config.eval_size
-        self.rows = None if object in environment.values() else [{"prompt": " "}] * rows
 
     def functions(self, environment: Any) -> dict[str, Callable]:
         """Return the tools and the public methods of an environment by name."""
