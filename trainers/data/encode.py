@@ -181,7 +181,7 @@ class Encoder:
     def prompt(self, reader: RowReader, column: str | None) -> tuple[Prompt | None, list[int]]:
         """Return a row's prompt, text or messages, and its token ids up to where the response begins."""
         content = reader.prompt(column)
-        return content.prompt, self._prompt(self.messages(content.prompt), content.tools)
+        return content.prompt, self.prompt_ids(self.messages(content.prompt), content.tools)
 
     def demonstrations(
         self,
@@ -288,7 +288,7 @@ class Encoder:
         turn, end = self._without_stop(last)
         self._check_turn(turn)
         if not self.chat:
-            return self._prompt(earlier, tools), [*self.ids(turn["content"]), end]
+            return self.prompt_ids(earlier, tools), [*self.ids(turn["content"]), end]
 
         # The response is what the template adds to the text that generation would see.
         before = self.render(earlier, tools, add_generation_prompt=True)
@@ -304,7 +304,7 @@ class Encoder:
         turn_text = opened + self.stop_pattern.split(response)[0]
         if problem := unwritten([turn], None, turn_text, with_reasoning=True):
             raise problem
-        prompt = self._prompt(earlier, tools, before)
+        prompt = self.prompt_ids(earlier, tools, before)
         ids = self.ids(before + response)
         # A tokenizer may merge characters across the border, where a sampler would begin a token.
         follows = ids[: len(prompt)] == prompt
@@ -315,7 +315,7 @@ class Encoder:
 
         # Several turns have the same ids, cut where the first of them begins.
         ids = prompt + completion
-        prompt = self._prompt(messages[:start], tools)
+        prompt = self.prompt_ids(messages[:start], tools)
         follows = ids[: len(prompt)] == prompt
         if not follows or unwritten(earlier[start:], None, rendered, with_reasoning=True):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
@@ -374,9 +374,10 @@ class Encoder:
         assert problem is not None
         raise problem
 
-    def _prompt(
+    def prompt_ids(
         self, messages: list[Message], tools: list | None, rendered: str | None = None
     ) -> list[int]:
+        """Return the token ids of messages up to where the response begins; `rendered` is their text if it is known."""
         last = messages[-1] if messages else None
         if last is None or (last["role"] == "user" and not last["content"]):
             ids = []  # a template may write a token all the same

@@ -7,9 +7,9 @@ the sampler that the options describe, and the calls that they make in it run at
 import asyncio
 import inspect
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -55,8 +55,8 @@ class ToolSampler(Sampler):
         names = config.tools.split(",") if config.tools else []
         self.tools = [*tools, *(load_function("tools", name) for name in names)]
         if not isinstance(environment, dict):
-            make = users_function("environment", config.environment, environment)
-            environment = {None: make or object}
+            make = users_function("environment", config.environment, environment) or object
+            environment = {None: make}
         self.factories = environment
         # The first instance of each says what its methods are. All episodes of a rollout take theirs before any ends,
         # so what they give back is for the next one.
@@ -107,19 +107,21 @@ class ToolSampler(Sampler):
         """Return one response per prompt, in which what others than the policy say is not trained."""
         episodes = [self._episode(prompt, sampling.max_new_tokens) for prompt in sampling.prompts]
         wanted = [next(episode) for episode in episodes]
+
+        def send(places: Sequence[int], outcomes: Sequence[Any]) -> None:
+            for i, outcome in zip(places, outcomes, strict=True):
+                wanted[i] = episodes[i].send(outcome)
+
         for number in itertools.count():
             # Call what is wanted, until every episode waits for the policy or is over.
             while calling := [i for i, want in enumerate(wanted) if callable(want)][:THREADS]:
-                outcomes = self._outcomes([wanted[i] for i in calling])
-                for i, outcome in zip(calling, outcomes, strict=True):
-                    wanted[i] = episodes[i].send(outcome)
+                send(calling, self._outcomes([wanted[i] for i in calling]))
             speaking = [i for i, want in enumerate(wanted) if isinstance(want, tuple)]
             if not speaking:
                 break
             contexts, rooms = zip(*(wanted[i] for i in speaking), strict=True)
             how = of_turn(sampling, number, speaking, max(rooms))
-            for i, turn in zip(speaking, self.built.sample([*contexts], how), strict=True):
-                wanted[i] = episodes[i].send(turn)
+            send(speaking, self.built.sample([*contexts], how))
         return wanted
 
     def _episode(self, prompt: Prompt, most: int) -> Generator[Any, Any, None]:
@@ -140,18 +142,13 @@ class ToolSampler(Sampler):
         }
         logprobs = [] if self.reports_logprobs else None
         response = Response([], "length", logprobs, trained=[], extra=extra)
-        failure = None
-        if make is not object:
-            ids = yield partial(self._prompt_ids, prompt, name, environment)
-            if isinstance(ids, Exception):
-                failure = ids
-            else:
-                extra["prompt_ids"] = ids
+        failure, plays = None, make is not object
+        if plays:
+            failure = yield partial(self._reset, prompt, name, environment, extra)
 
         # Turn by turn, until the policy calls nothing. A turn that was cut leaves no room for results.
         turns = itertools.count()
-        goes_on = failure is None
-        while goes_on:
+        while failure is None:
             room = most - len(response.ids)
             context = extra["prompt_ids"] + response.ids
             turn = _within((yield context, room), room)
@@ -161,32 +158,33 @@ class ToolSampler(Sampler):
             answers = []
             for call in calls:
                 result = yield partial(_called, call, functions)
-                failed = isinstance(result, Exception)
+                failed = isinstance(result, BaseException)
                 logged.append(("tools/failure_frequency", float(failed)))
                 # A thread may still be in the environment.
-                if isinstance(result, CallTimeout) and make is not object:
+                if plays and isinstance(result, CallTimeout):
                     failure = result
                 tool = "tool" if failed else call["function"]["name"]
                 text = in_a_line(result) if failed else result
                 answers.append({"role": "tool", "name": tool, "content": text})
             messages += [message, *answers]
             said = [] if failure else self._said(turn, answers, room - len(turn.ids))
-            goes_on = bool(said)
             response = after_turn(response, turn, said)
-            if answers and not said:
-                response.finish = "length"
+            if not said:
+                response.finish = "length" if answers else turn.finish
+                break
 
         # What scorers and metrics read; another environment takes the place of one that failed.
         logged.append(("tools/call_frequency", float(len(logged))))
         if hasattr(environment, "get_reward") and failure is None:
             reward = yield environment.get_reward
-            if isinstance(reward, Exception):
-                failure, reward = reward, None
-            extra[name_of(type(environment))] = reward
+            if isinstance(reward, BaseException):
+                failure = reward
+            else:
+                extra[name_of(type(environment))] = reward
         if failure is not None:
             warnings.warn(f"an environment failed: {in_a_line(failure)}", stacklevel=2)
             environment = make()
-        if make is not object:
+        if plays:
             logged.append(("environments/failure_frequency", float(failure is not None)))
         # The next rollout may play before scorers read this one, and another rank may read it.
         if not self.config.lag and ranks.sequence_group() is None:
@@ -196,37 +194,32 @@ class ToolSampler(Sampler):
 
     def _outcomes(self, functions: list[Callable]) -> list[Any]:
         """Call functions at once; return what each returns or raises. One that hangs is left behind, in a daemon."""
-        limit = self.config.tool_timeout
-        outcomes: list[Any] = [CallTimeout(f"over {limit:g} seconds")] * len(functions)
+        limit, futures = self.config.tool_timeout, [Future() for _ in functions]
 
-        def call(place: int, function: Callable) -> None:
+        def call(future: Future, function: Callable) -> None:
             try:
-                outcomes[place] = _finished(function())
-            except Exception as error:
-                outcomes[place] = error
+                future.set_result(_finished(function()))
+            except BaseException as error:  # one that exits too
+                future.set_result(error)
 
-        threads = [Thread(target=call, args=job, daemon=True) for job in enumerate(functions)]
-        ends_at = time.monotonic() + limit
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0, ends_at - time.monotonic()))
-        return [*outcomes]
+        for job in zip(futures, functions, strict=True):
+            Thread(target=call, args=job, daemon=True).start()
+        done, _ = wait(futures, limit)
+        late = CallTimeout(f"over {limit:g} seconds")
+        return [future.result() if future in done else late for future in futures]
 
-    def _prompt_ids(self, prompt: Prompt, name: str | None, environment: Any) -> list[int]:
-        """Reset an environment; return the token ids of a prompt with what it says, and with its tools alone."""
+    def _reset(self, prompt: Prompt, name: str | None, environment: Any, extra: dict) -> None:
+        """Reset an environment; note the token ids of a prompt with what it says, and with its tools alone."""
         row = dict(prompt.row)
         if name is not None:
             del row["environment"]
         text = environment.reset(**row) or ""
         *before, last = self.encoder.messages(prompt.prompt)
         last = last | {"content": (last["content"].strip() and last["content"]) + text}
-        schemas = self.schemas[name]
-        rendered = self.encoder.render([*before, last], schemas, add_generation_prompt=True)
-        ids = self.encoder.ids(rendered)
+        ids = self.encoder.prompt_ids([*before, last], self.schemas[name])
         if len(ids) > self.config.max_prompt_length:
             raise ValueError(f"a prompt of {len(ids)} tokens: max_prompt_length")
-        return ids
+        extra["prompt_ids"] = ids
 
     def _read(self, turn: Response, context: list[int], tools: list[dict]) -> tuple[dict, list]:
         """Return a turn as a message, and its calls, with an error in place of what cannot be read."""

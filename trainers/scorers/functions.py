@@ -9,7 +9,6 @@ ends the run with its own traceback.
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import math
 import os
@@ -23,13 +22,15 @@ from ..rollouts.types import Sample, one_line
 from .builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset; the last one where there are environments.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-GIVEN += ("environments",)
-
-
-def _rewards_of(kind: str, completions: list, **columns: Any) -> list[float | None]:
-    """Return what environments of a class gave as rewards, which responses have under its name."""
-    return columns.get(kind, [None] * len(completions))
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+    "environments",
+)
 
 
 class FunctionScorer(BaseScorer):
@@ -37,10 +38,16 @@ class FunctionScorer(BaseScorer):
 
     def __init__(self, name: str, function: Any, **common):
         super().__init__(name, **common)
-        # An environment has given its reward when its response ended.
+        # An environment has given its reward when its response ended, which has it under the name of the class.
         if hasattr(function, "get_reward"):
-            function = functools.partial(_rewards_of, name_of(function))
-        self.function = function
+            kind = name_of(function)
+
+            def rewards(completions: list, **columns: Any) -> list[float | None]:
+                return columns.get(kind, [None] * len(completions))
+
+            function = rewards
+
+        self.function: Any = function
         self.logged: list[tuple[str, float]] = []
 
         # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
