@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -48,8 +48,8 @@ WHEN_OFF = {  # what happens without an option, for the message that says why th
 }
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
-ToolsLike: TypeAlias = Sequence[Callable[..., object]] | None
-EnvironmentFactory: TypeAlias = Callable[..., object] | Mapping[str, Callable[..., object]] | None
+ToolsLike = Sequence[Callable] | None
+EnvironmentFactory = Callable | Mapping[str, Callable] | None
 
 
 def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
@@ -217,8 +217,7 @@ def read_inputs(
             )
         # Without a dataset; what an environment says takes the place of a blank prompt.
         if (environment or config.environment) and rows[0] is None and config.dataset is None:
-            blank: list[dict] = [{"prompt": " "}] * (config.prompts_per_step + config.eval_size)
-            rows = (blank, rows[1])
+            rows = [{"prompt": " "}] * (config.prompts_per_step + config.eval_size), rows[1]
         sampler = ToolSampler(config, tools or (), environment)
         config, checks = sampler.config, [sampler.environment_of]
     run = Run(config, batch_plan, on_step)

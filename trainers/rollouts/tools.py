@@ -140,8 +140,9 @@ class ToolSampler(Sampler):
             "completions": messages,
             "logged": logged,
         }
-        logprobs = [] if self.reports_logprobs else None
-        response = Response([], "length", logprobs, trained=[], extra=extra)
+        response = Response(
+            [], "length", [] if self.reports_logprobs else None, trained=[], extra=extra
+        )
         failure, plays = None, make is not object
         if plays:
             failure = yield partial(self._reset, prompt, name, environment, extra)
@@ -204,9 +205,9 @@ class ToolSampler(Sampler):
 
         for job in zip(futures, functions, strict=True):
             Thread(target=call, args=job, daemon=True).start()
-        done, _ = wait(futures, limit)
+        wait(futures, limit)
         late = CallTimeout(f"over {limit:g} seconds")
-        return [future.result() if future in done else late for future in futures]
+        return [future.result() if future.done() else late for future in futures]
 
     def _reset(self, prompt: Prompt, name: str | None, environment: Any, extra: dict) -> None:
         """Reset an environment; note the token ids of a prompt with what it says, and with its tools alone."""
