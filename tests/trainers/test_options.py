@@ -1,11 +1,13 @@
 """The declaration of options: files, the command line, Python, ranges, help, and what an option needs beside it."""
 
+import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+import fused_rl
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.options import in_words, kinds_of
@@ -23,6 +25,29 @@ from tests.trainers.test_faults import GOOD
 RECIPES = Path(__file__).parents[2] / "recipes"
 COMMANDS = {name: listed.config_class() for name, listed in cli.COMMANDS.items() if listed.config}
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
+
+
+DEFAULTS = Path(__file__).with_name("defaults.txt")
+
+
+def defaults() -> str:
+    """Return every default of an option and of a public function, with the commands and functions that have it."""
+    have: dict[str, list[str]] = {}
+    for command, config in COMMANDS.items():
+        for name, field in config.model_fields.items():
+            value = field.get_default(call_default_factory=True)
+            have.setdefault(f"--{name} {value!r}", []).append(command)
+    for function in fused_rl.__all__:
+        if inspect.isroutine(getattr(fused_rl, function)):
+            for given in inspect.signature(getattr(fused_rl, function)).parameters.values():
+                if given.default is not given.empty:
+                    have.setdefault(f"{given.name}={given.default!r}", []).append(function)
+    return "".join(f"{default}: {' '.join(where)}\n" for default, where in sorted(have.items()))
+
+
+def test_a_default_is_changed_on_purpose():
+    """Then `python -m tests.trainers.test_options` writes the file again."""
+    assert defaults() == DEFAULTS.read_text()
 
 
 def made(*argv, config=grpo.GRPOConfig):
@@ -228,3 +253,7 @@ def test_no_option_takes_a_url_with_a_secret_and_no_error_repeats_it(config_clas
         with pytest.raises(InputError) as refused:
             parse(config_class, words)
         assert "hunter2" not in str(refused.value), words
+
+
+if __name__ == "__main__":
+    DEFAULTS.write_text(defaults())
