@@ -79,6 +79,10 @@ def takes_less(x):
     return original(x)
 
 
+def always_scaled(x, scale):
+    return original(x, scale)
+
+
 def takes_the_rest(x, *options):
     return original(x, *options)
 
@@ -199,6 +203,7 @@ def test_a_fork_has_the_release_that_its_package_says(host, monkeypatch):
         (original, another_default, r"parameters \(x, scale=2\.0\)"),
         (original, another_name, r"parameters \(x, scale=2\.0\)"),
         (original, takes_less, r"parameters \(x, scale=2\.0\)"),
+        (original, always_scaled, r"parameters \(x, scale=2\.0\)"),
         (None, original, "no toyhost.utils.function"),
     ],
 )
@@ -221,6 +226,7 @@ def test_what_does_not_agree_stays_the_hosts(host, monkeypatch, theirs, ours, re
     [
         (original, takes_the_rest),
         (takes_less, replacement),
+        (always_scaled, replacement),
         (AutogradOriginal, Apply),
         (equal_infinity, equal_infinity_again),
     ],
