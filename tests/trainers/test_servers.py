@@ -88,9 +88,9 @@ def cut_to(ids, finish):
 
 # What goes wrong with a request for a response, the line, and how often it may before it ends the run.
 FAULTS = [
-    (500, "HTTP 500: .*as the script says", 3),
+    (500, "HTTP 500: .*as the script says.{2}$", 3),
     ("close", "no answer: .*is the server up", 3),
-    (400, "HTTP 400: .*as the script says", 1),
+    (400, "HTTP 400: .*as the script says.*must serve the model that is trained", 1),
     (b"<html>", "the answer is not JSON: <html>", 1),
     (lambda right: {}, "an answer of an unknown form", 1),
     (cut_to([], "abort"), "ended by 'abort' after 0 of 5 tokens, at no stop token", 1),
