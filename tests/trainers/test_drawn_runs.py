@@ -83,7 +83,7 @@ OPTIONS = {
         {"verifiers": "tests.trainers.tiny:odd_characters"},
     ]
     + SAMPLED,
-    "sft": [{"packing": True}, {"packing": False}, {"max_length": 26}, {"text_column": "answer"}],
+    "sft": [{"packing": True}, {"packing": False}, {"max_length": 28}, {"text_column": "answer"}],
     "reward": [
         {"centering": 0.01, "label_smoothing": 0.05},
         {"share_prompts": False},
