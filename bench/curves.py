@@ -1,7 +1,7 @@
 """Pictures of the pages that are the curves.png of a run, in the style of the pages.
 
-    python -m bench.curves grpo tutorial-curves.svg        the tutorial's run of GRPO, by its folder
-    python -m bench.curves runs/tool/grpo tools.svg        that of `python -m fused_rl.recipes.tool`
+python -m bench.curves grpo tutorial-curves.svg        the tutorial's run of GRPO, by its folder
+python -m bench.curves runs/tool/grpo tools.svg        that of `python -m fused_rl.recipes.tool`
 """
 
 import sys

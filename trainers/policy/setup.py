@@ -48,8 +48,8 @@ WHEN_OFF = {  # what happens without an option, for the message that says why th
 }
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
-ToolsLike = Sequence[Callable] | None
-EnvironmentFactory = Callable | Mapping[str, Callable] | None
+ToolsLike = Sequence[Callable[..., Any]] | None
+EnvironmentFactory = Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
 
 
 def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:

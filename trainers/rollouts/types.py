@@ -149,6 +149,8 @@ class Scorer(Protocol):
     """A sample counts as solved from this score on; None: this scorer does not tell right from wrong."""
     progress: Progress
     """A rollout sets it."""
+    longest: str
+    """The longest answer of the rows that were checked, "" where it compares with none."""
 
     @property
     def columns(self) -> Collection[str] | None:
