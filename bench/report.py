@@ -24,14 +24,11 @@ for a GPU are of one H100 in bf16, so far only for some operations.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy. With few rows and a vocabulary below about 2,000 "
-    "tokens, most of the time is the call itself, and the library is no faster than plain torch: on one thread of an "
-    "AMD EPYC with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's time, 8 × 1000 takes 1.03 to 1.16 times, 64 × "
-    "2000 takes 0.4 to 0.9 times.",
+    "tokens most of the time is the call itself: on one thread with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's "
+    "time, 8 × 1000 1.03 to 1.16 times, 64 × 2000 0.4 to 0.9 times.",
     "kernels, gpu": "At that commit a call cost the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, "
     "most of the time of 1,024 rows; beside a model's pass it is hidden.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
-    "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
-    "states.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
@@ -44,10 +41,9 @@ ACCURACY = (
     "in nats, gradients relative to the largest element of their row. [Numerics](numerics.md) has the promises."
 )
 TRAINERS = (
-    "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our first GRPO row "
-    "is the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. The large head "
-    "has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL trains bf16 weights there, ours keeps fp32 "
-    "masters."
+    "CPU time of one thread: medians over the steps of three seeds, without each run's first. Our first GRPO row is "
+    "the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. The large head has "
+    "Qwen2.5-0.5B's width and vocabulary over two layers, in bf16, where ours keeps fp32 masters and TRL does not."
 )
 QUALITY = (
     "Held-out accuracy over the CPU seconds of the training steps. Both trainers begin with the same weights and take "
@@ -55,13 +51,12 @@ QUALITY = (
     "table shows the CPU seconds until the accuracy that every run reached."
 )
 REAL = (
-    "Every trainer runs SmolLM2-135M-Instruct in fp32, with the model's own chat template, on eight questions "
-    "(`tests/real/tasks.py`). The time is that of the whole test, with TRL's first step on the same rows and checks of "
-    "the saved model. The token ids equal TRL's, except that TRL also trains the newline after ChatML's end token, "
-    "which was removed here.\n\n"
-    "The differences from TRL are those of the first step: of the loss, of the norm of the gradient (relative), and "
-    "the largest one of a log-probability in nats. The first losses of DPO and KTO do not depend on the model. TRL "
-    "1.16 has no PPO. GRPO's run was also killed, and the resumed run had the same bits."
+    "Every trainer runs SmolLM2-135M-Instruct in fp32 on eight questions (`tests/real/tasks.py`), with its own chat "
+    "template. The time includes TRL's first step on the same rows and checks of the saved model. Token ids equal "
+    "TRL's, without the newline that TRL trains after ChatML's end token.\n\n"
+    "Differences from TRL are those of the first step: loss, gradient norm (relative), and the largest of a "
+    "log-probability in nats. The first losses of DPO and KTO do not depend on the model; TRL 1.16 has no PPO. GRPO's "
+    "run, killed and resumed, had the same bits."
 )
 # What an implementation of the figure of a GPU leaves out.
 NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}
@@ -289,7 +284,6 @@ SECTIONS = {
     "kernels": ("Log-probability and entropy", kernels),
     "linear": ("Heads", timed),
     "kl": ("KL", timed),
-    "support": ("Kept sets", timed),
     "traffic": ("Bytes moved", traffic),
     "numerics": ("Accuracy", accuracy),
 }
