@@ -14,7 +14,6 @@ beside it. Tables have medians of time/need.
 """
 
 import contextlib
-import gc
 import io
 import itertools
 import multiprocessing
@@ -536,26 +535,21 @@ TASKS = {
 }
 
 
-@contextlib.contextmanager
-def processes() -> Iterator[Callable]:
-    """Yield what runs a function in the process of an implementation, which begins at its first call."""
-    made, spawn = {}, multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as stack:
-
-        def run(implementation: str, function: Callable, *args, **kwargs):
-            if implementation not in made:
-                pool = ProcessPoolExecutor(1, spawn, initializer=prepare)
-                made[implementation] = stack.enter_context(pool)
-            return made[implementation].submit(function, *args, **kwargs).result()
-
-        yield run
+def process() -> ProcessPoolExecutor:
+    """Return a process that begins with the first call that it is given."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare)
 
 
-def run_alone(*args, **kwargs) -> Run:
-    """Train with ours for another process, without the engine, which holds gigabytes."""
+def alone(function: Callable, *args, **kwargs) -> Run:
+    """Train in a process of its own, which ends then: an engine's memory would stay in it."""
+    with process() as one:
+        return one.submit(function, *args, **kwargs).result()
+
+
+def run_without_engine(*args, **kwargs) -> Run:
+    """Train with ours for another process."""
     run = run_ours(*args, **kwargs)
     run.policy = None
-    gc.collect()
     return run
 
 
@@ -575,35 +569,41 @@ def run_task(
         return
     kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
     peer = f"TRL {TRAINERS[op]}"
+    theirs = {peer: run_trl, f"{peer}, patched": run_patched}
     runs, missing, checks = {}, {}, []
-    with processes() as run, tempfile.TemporaryDirectory() as place:
+    with process() as beside, tempfile.TemporaryDirectory() as place:
         for seed in seeds:
             folder = Path(place) / str(seed)
             folder.mkdir()
             try:
-                config = run(OURS, task.make, folder, seed)
+                config = beside.submit(task.make, folder, seed).result()
             except peers.Unavailable as reason:
                 yield [results.not_run(OURS, reason.status, str(reason), op, name)]
                 return
             config = config.replace(steps=task.steps, warmup_steps=0)
-            for implementation, changed in kinds.items():
-                changed["output_dir"] = str(folder / implementation)
-                ours = run(OURS, run_alone, op, config.replace(**changed), needs=op == "grpo")
-                runs.setdefault(implementation, []).append(ours)
-            theirs = {} if wanted == "none" else {peer: run_trl, f"{peer}, patched": run_patched}
-            for implementation, train in theirs.items():
+            # The last of ours is what TRL's trainers repeat.
+            ours, order = None, [*kinds] + ([] if wanted == "none" else [*theirs])
+            for implementation in order:
                 if implementation in missing:
                     continue
+                given = folder / implementation
                 try:
-                    found = run(implementation, train, ours, folder / train.__name__)
+                    if implementation in kinds:
+                        changed = config.replace(**kinds[implementation], output_dir=str(given))
+                        needs = op == "grpo"
+                        found = ours = alone(run_without_engine, op, changed, needs=needs)
+                    elif ours is not None:
+                        found = alone(theirs[implementation], ours, given)
+                        if implementation == peer:
+                            checks.append(beside.submit(compared, ours, found).result())
+                    else:
+                        continue
                 except peers.Unavailable as reason:
                     failure = reason.status, str(reason)
                 except BrokenProcessPool:
                     failure = results.OUT_OF_MEMORY, "its process was killed"
                 else:
                     runs.setdefault(implementation, []).append(found)
-                    if implementation == peer:
-                        checks.append(run(OURS, compared, ours, found))
                     continue
                 missing[implementation] = results.not_run(implementation, *failure, op, name)
             rows = []
