@@ -127,7 +127,7 @@ test-device: $(VENV)/installed  ## every op and trainer on a fake GPU: 2 minutes
 	$(ON_DEVICE)
 
 .PHONY: bench
-bench: $(VENV)/installed-bench  ## the benchmarks, with peers that install here: 16 minutes
+bench: $(VENV)/installed-bench  ## the benchmarks, with peers that install here: 21 minutes
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 

@@ -530,8 +530,8 @@ TASKS = {
     ("grpo", "demo"): Task(demo_grpo, 8, 2),
     ("sft", "demo"): Task(demo_sft, 8, 2),
     ("reward", "demo"): Task(demo_rewards, 8, 2),
-    ("grpo", "large head"): Task(large_grpo, 3, 12),
-    ("grpo", "real model"): Task(real_grpo, 3, 12),
+    ("grpo", "large head"): Task(large_grpo, 3, 10),
+    ("grpo", "real model"): Task(real_grpo, 3, 10),
 }
 
 
