@@ -25,9 +25,9 @@ for a GPU are of one H100 in bf16, so far only for some operations.
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy. With few rows and a vocabulary below about 2,000 "
     "tokens most of the time is the call itself: on one thread with AVX2, 8 × 64 takes 1.2 to 1.5 times plain torch's "
-    "time, 8 × 1000 1.03 to 1.16 times, 64 × 2000 0.4 to 0.9 times.",
-    "kernels, gpu": "At that commit a call cost the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, "
-    "most of the time of 1,024 rows; beside a model's pass it is hidden.",
+    "time, 64 × 2000 0.4 to 0.9 times.",
+    "kernels, gpu": "At that commit a call cost the host 0.2 ms, with the backward pass 0.7 ms; beside a model's pass "
+    "that is hidden.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
@@ -43,7 +43,8 @@ ACCURACY = (
 TRAINERS = (
     "CPU time of one thread: medians over the steps of three seeds, without each run's first. Our first GRPO row is "
     "the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. The large head has "
-    "Qwen2.5-0.5B's width and vocabulary over two layers, in bf16, where ours keeps fp32 masters and TRL does not."
+    "Qwen2.5-0.5B's width and vocabulary over two layers, in bf16, where ours keeps fp32 masters and TRL does not; "
+    "most of that step is page faults here."
 )
 QUALITY = (
     "Held-out accuracy over the CPU seconds of the training steps. Both trainers begin with the same weights and take "
