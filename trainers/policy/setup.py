@@ -237,7 +237,7 @@ def read_inputs(
         if count > config.max_new_tokens:
             print_rank0(
                 f"max_new_tokens={config.max_new_tokens} is too small for the answer {scorer.longest!r:.80} of {count} "
-                "tokens: no response there can be right; raise it, or leave such rows out"
+                "tokens: no response there can repeat it; raise it, or leave such rows out"
             )
         # A function may take a second for each, or money; beside a user's sampler it may read more than a text.
         if config.dry_run and not sampler:
