@@ -257,7 +257,7 @@ def quality(result) -> str:
 
 def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
     """Draw a panel per algorithm: a line per implementation, a dot per seed and evaluation."""
-    figure, panels = plots.panels(len(kinds), (8, 3.4), sharey=True)
+    figure, panels = plots.column([1] * len(kinds), (5.6, 2.6 * len(kinds)))
     for axes, (op, found) in zip(panels, kinds.items(), strict=True):
         for (implementation, rows), (colour, marker) in zip(
             found.items(), plots.LOOKS, strict=False
@@ -272,8 +272,8 @@ def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
                 [statistics.median(point[at] for point in step) for step in points] for at in (1, 2)
             ]
             axes.plot(*middle, color=colour, label=implementation)
-        axes.set(title=ALGORITHMS[op], xlabel="CPU seconds of training")
-    panels[0].set_ylabel("held-out accuracy")
+        axes.set(title=ALGORITHMS[op], ylabel="held-out accuracy")
+    panels[-1].set_xlabel("CPU seconds of training")
     plots.save(figure, "time-to-quality.svg")
 
 

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -200,10 +201,15 @@ def test_a_completion_is_the_turn_with_its_tool_calls_and_the_prompt_has_the_too
     tokenizer = with_template(TOOL_TEMPLATE)
     nothing_but_calls = CALL | {"content": None}
     in_parquet = [ASKED | {"tool_calls": None, "name": None}, nothing_but_calls | {"name": None}]
-    for messages in ([ASKED, CALL], [ASKED, nothing_but_calls], in_parquet):
-        rows = Rows([{"messages": messages, "tools": [{"name": "g"}]}], "d.jsonl")
+    tools = [{"name": "g"}]
+    for messages, cell, written in [
+        ([ASKED, CALL], tools, "g"),
+        ([ASKED, nothing_but_calls], json.dumps(tools), "g"),
+        (in_parquet, "", ""),  # a table of text has it where a row has no tools
+    ]:
+        rows = Rows([{"messages": messages, "tools": cell}], "d.jsonl")
         ((prompt, completion),) = tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
-        assert tokenizer.decode(prompt) == "<bos>g<user>a<end>\n<assistant>"
+        assert tokenizer.decode(prompt) == f"<bos>{written}<user>a<end>\n<assistant>"
         assert tokenizer.decode(completion) == "f!<end>"
         assert tiny.prompt(Encoder(tokenizer), rows[0], None) == prompt
 
