@@ -366,9 +366,9 @@ def loss_of_head(op, batch, hidden, weight, bias, **form):
 
 
 def cross_entropy_of_head(op, batch, hidden, weight, bias, **form):
-    """Smoothing needs logits without a cap. Every fifth target does not count."""
+    """Smoothing needs logits without a cap. Every third target does not count."""
     hidden, ids, options = _form(batch, hidden, **form)
-    counts = torch.arange(ids.numel(), device=weight.device) % 5 < 4
+    counts = torch.arange(ids.numel(), device=weight.device) % 3 < 2
     classes = torch.arange(len(weight), device=weight.device)
     options["label_smoothing"] = 0.0 if batch.softcap else 0.2
     options["class_weight"] = 0.5 + (classes % 3).float() / 2

@@ -263,7 +263,7 @@ class Judge:
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         status = server.stdout.readline().strip()
-        if status == "no end":
+        if status == "no end" or status.startswith("-"):  # of a signal, as C's slips raise
             return status
         if status == str(PASSED):
             return ""

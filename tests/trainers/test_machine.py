@@ -27,13 +27,17 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
     assert f"fused_rl {fused_rl.__version__}, " in output and ": right: within " in output
 
 
-@pytest.mark.parametrize("error", [1e-4, float("nan")])
-def test_a_wrong_kernel_is_found(error, monkeypatch, capsys):
-    def wrong(logits, targets):
-        rows = reference.token_logprobs(logits, targets)
-        return rows._replace(logprobs=rows.logprobs + error)
-
-    monkeypatch.setattr(fused_rl, "token_logprobs", wrong)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda rows: rows._replace(logprobs=rows.logprobs + 1e-4),
+        lambda rows: rows._replace(logprobs=rows.logprobs + float("nan")),
+        lambda rows: rows._replace(entropy=rows.entropy.detach()),
+    ],
+)
+def test_a_wrong_kernel_is_found(wrong, monkeypatch, capsys):
+    op = reference.token_logprobs
+    monkeypatch.setattr(fused_rl, "token_logprobs", lambda *given: wrong(op(*given)))
     assert machine.report() == 1
     assert ": WRONG, please report it: within " in capsys.readouterr().out
 

@@ -170,7 +170,7 @@ def rows_of(
     `count` of this rank's problems count; `rewards` (N, k) are those of the k sampled responses to all N problems.
     """
     right = sampled.solved.view(len(greedy.samples), -1)[:count].double().mean(1)
-    solved = ranks.gather_rows(torch.stack([greedy.solved[:count].double(), right], 1))
+    solved = ranks.gather_rows(torch.stack([greedy.solved[:count], right], 1))
     greedy_solved, sampled_solved = solved.T.tolist()
     return {
         "accuracy_greedy": [greedy_solved],
