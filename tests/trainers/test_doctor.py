@@ -42,6 +42,7 @@ OFF = {SOLVED: 0.0}
 # where it is off.
 CASES = [
     (of("val/first_ratio", 1.0, 1 + 1e-5), {"first-ratio": 1}),
+    (of("val/first_ratio", 2.0), {}, FP32 | {"old_logprobs": "sampler"}),
     (of("optim/grad_norm", 2.0, math.inf), {"not-finite": 1}),
     (of("loss/total_avg", None), {"not-finite": 0}),
     (of(EQUAL, 0.75, count=25, **OFF), {"equal-rewards": 19}),

@@ -16,11 +16,11 @@ from tests.trainers import tiny
 EOS = 3
 
 
-RIGHT = [[1, 0, 1], [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]]
+RIGHT = [[1, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
 
 
 class Sampler(tiny.Sampler):
-    """Greedy: right for the first problem. Sampled: 3, 1 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
+    """Greedy: right for the first problem. Sampled: 1, 0 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
 
     def sample(self, prompts, sampling):
         responses = []
@@ -65,29 +65,29 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     assert metrics == pytest.approx(
         {
             "eval/accuracy_greedy": 1 / 2,
-            "eval/accuracy_sampled": 4 / 8,
-            "eval/pass_at_k": 1.0,
-            "eval/pass_at_1": (3 / 4 + 1 / 4) / 2,
-            # Of the second problem 3 of 6 pairs hold the right one.
-            "eval/pass_at_2": (1 + 1 / 2) / 2,
-            "eval/pass_at_4": 1.0,
-            "eval/score": (4 * 0.5 + 4 * 0.125) / 8,
-            "eval/score_std": 0.1875,  # half of the scores is 0.5, half 0.125
-            "eval/frac_reward_zero_std": 0.0,
+            "eval/accuracy_sampled": 1 / 8,
+            "eval/pass_at_k": 1 / 2,
+            "eval/pass_at_1": 1 / 4 / 2,
+            # Of the first problem 3 of 6 pairs hold the right one.
+            "eval/pass_at_2": 1 / 2 / 2,
+            "eval/pass_at_4": 1 / 2,
+            "eval/score": (0.5 + 7 * 0.125) / 8,
+            "eval/score_std": 0.375 * 7**0.5 / 8,
+            "eval/frac_reward_zero_std": 1 / 2,
             "eval/kl_exact": by_token / 8,
             "eval/entropy": 3 * by_token / 20,
             "eval/mean_length": 20 / 8,
-            "eval/mean_length_solved": (1 + 2 + 3 + 2) / 4,
-            "eval/mean_length_unsolved": (4 + 1 + 3 + 4) / 4,
+            "eval/mean_length_solved": 2.0,
+            "eval/mean_length_unsolved": (1 + 3 + 4 + 1 + 2 + 3 + 4) / 7,
             "eval/clipped_ratio": 2 / 8,
             "eval/commonest_ratio": 2 / 8,
         }
     )
     assert by_row == {
         "eval/accuracy_greedy": [[1.0, 0.0]],
-        "eval/accuracy_sampled": [[0.75, 0.25]],
-        "eval/pass_at_k": [[1.0, 1.0]],
-        "eval/score": [[pytest.approx(0.40625), pytest.approx(0.21875)]],
+        "eval/accuracy_sampled": [[0.25, 0.0]],
+        "eval/pass_at_k": [[1.0, 0.0]],
+        "eval/score": [[pytest.approx(0.21875), pytest.approx(0.125)]],
     }
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
     assert shown[0]["reward"] in (0.5, 0.125) and shown[1] == trained[0]

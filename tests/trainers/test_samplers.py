@@ -43,11 +43,11 @@ def reported_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("correction", "cut"),
-    [("token-truncate", 3 / 6), ("token-mask", 3 / 6), ("sequence-mask", 3 / 6), (None, None)],
+    [("token-truncate", 2 / 6), ("token-mask", 2 / 6), ("sequence-mask", 5 / 6), (None, None)],
 )
 def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut):
-    # Policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.75.
-    difference = torch.tensor([-0.5, 0.25, -1.5, 0.1, -1.0, 0.75])
+    # Policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.25.
+    difference = torch.tensor([-0.5, 0.25, -1.5, 0.1, -1.0, 0.25])
     rollout, old = reported_off_by(difference)
     bounds = {} if correction is None else {"rollout_low": 0.5, "rollout_high": 2.0}
     options = resolve_options("grpo", {"rollout_correction": correction, **bounds})
