@@ -51,6 +51,7 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
         "policy/entropy_avg": [[2, 1.0]],
     }
     assert columns_of(HISTORY[2]) == "reward 0.4  held-out greedy 0.5"
+    assert columns_of({"perf/tokens_per_second": 1000.0}) == "tokens/s 1000"
 
 
 def test_a_line_shows_a_held_out_figure_only_where_it_was_measured(tmp_path, capsys):

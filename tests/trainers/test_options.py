@@ -17,6 +17,7 @@ from fused_rl.trainers.data import preferences
 from fused_rl.trainers.data.forms import PROMPT_COLUMNS
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
+from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.run.parse import parse
 from tests.trainers.bad_inputs import CASES
 from tests.trainers.runs import trainers
@@ -31,17 +32,23 @@ DEFAULTS = Path(__file__).with_name("defaults.txt")
 
 
 def defaults() -> str:
-    """Return every default of an option and of a public function, with the commands and functions that have it."""
+    """Return every default of an option, a public function and a type of rollouts, with who has it."""
     have: dict[str, list[str]] = {}
     for command, config in COMMANDS.items():
         for name, field in config.model_fields.items():
             value = field.get_default(call_default_factory=True)
             have.setdefault(f"--{name} {value!r}", []).append(command)
-    for function in fused_rl.__all__:
-        if inspect.isroutine(getattr(fused_rl, function)):
-            for given in inspect.signature(getattr(fused_rl, function)).parameters.values():
-                if given.default is not given.empty:
-                    have.setdefault(f"{given.name}={given.default!r}", []).append(function)
+    public = {name: getattr(fused_rl, name) for name in fused_rl.__all__}
+    called = {name: each for name, each in public.items() if inspect.isroutine(each)}
+    called |= {
+        name: kind
+        for name, kind in vars(types).items()
+        if inspect.isclass(kind) and kind.__module__ == types.__name__
+    }
+    for name, each in called.items():
+        for given in inspect.signature(each).parameters.values():
+            if given.default is not given.empty:
+                have.setdefault(f"{given.name}={given.default!r}", []).append(name)
     return "".join(f"{default}: {' '.join(where)}\n" for default, where in sorted(have.items()))
 
 
