@@ -9,8 +9,10 @@ from fused_rl.integrations import primitives
 
 def gradient(d, estimator):
     d = d.clone().requires_grad_()
-    value = primitives.capped_kl(d, torch.zeros_like(d), estimator)
-    (slope,) = torch.autograd.grad(value.sum(), d)
+    reference = torch.zeros_like(d, requires_grad=True)  # which is a constant all the same
+    value = primitives.capped_kl(d, reference, estimator)
+    slope, none = torch.autograd.grad(value.sum(), [d, reference], allow_unused=True)
+    assert none is None
     return value.detach(), slope
 
 

@@ -138,6 +138,7 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
             logprobs = logprobs + dpo.measure(Plain(lm), pairs, config, reference, Padding())
         found = dpo.pair_metrics(logprobs, reference, pairs, config, "")
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert found["nll"] == pytest.approx((nll / count).item(), rel=1e-5)
         for parameter in lm.parameters():
             parameter.grad /= world  # as the engine averages
         assert_gradients_close(lm, exact, "lm.")
@@ -221,5 +222,7 @@ def test_a_step_of_kto_is_its_papers(folder):
     lm = tiny.load_lm(config)
     found = kto.update(Plain(lm), rows, reference, config, backward=True)
     assert (found["loss"], found["kl"]) == pytest.approx((loss.item(), kl.item()), rel=1e-5)
+    nll = -own[::2].sum().item() / sum(len(row.matched[1]) for row in rows[::2])
+    assert found["nll"] == pytest.approx(nll, rel=1e-5)
     assert kl > 0.1
     assert_gradients_close(lm, exact, "lm.")

@@ -216,8 +216,8 @@ def test_a_large_file_is_encoded_once_with_the_ids_of_a_small_one(files, tmp_pat
     config, encoder = sft_config(files, tmp_path), Encoder(tiny.tokenizer())
     small = sft.encoded(config, load_rows(path), encoder)
     monkeypatch.setattr(rows, "SMALL", 0)
-    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(examples, "CACHE", tmp_path / "cache")
+    for module in (rows, examples):  # of a first run: nothing of its path is there
+        monkeypatch.setattr(module, "CACHE", tmp_path / "home" / "cache")
     first = sft.encoded(config, load_rows(path), encoder)
     assert [*first] == [*small] and first.digests == small.digests
     # From then on the tokenizer is not asked.
