@@ -7,7 +7,6 @@
    demonstrations. From its right answers the model must learn what its teacher mostly got wrong.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Mapping
@@ -135,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def begin(program: str, description: str | None, argv: list[str] | None) -> tuple[Path, int]:
     """Parse a recipe's command line and limit the process to one thread; return the output folder and the seed."""
-    parser = argparse.ArgumentParser(prog=program, description=str(description).split("\n", 1)[0])
+    parser = tiny_model.Parser(prog=program, description=str(description).split("\n", 1)[0])
     parser.add_argument(
         "--seed", type=int, default=1, help="of problems, weights, data order and sampling"
     )

@@ -5,13 +5,12 @@
    distribution at every token of them.
 """
 
-import argparse
 import time
 from pathlib import Path
 
 import torch
 
-from fused_rl.recipes import demo
+from fused_rl.recipes import demo, tiny_model
 from fused_rl.trainers import distill, grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.run.command import LOST, around
@@ -68,7 +67,7 @@ def report(teacher: Path, folder: Path) -> None:
 @around("fused-rl demo-distill", LOST)
 def main(argv: list[str] | None = None) -> None:
     """Run `fused-rl demo-distill`, which `make demo-distill` calls."""
-    parser = argparse.ArgumentParser(
+    parser = tiny_model.Parser(
         prog="fused-rl demo-distill", description=str(__doc__).split("\n", 1)[0]
     )
     parser.add_argument(

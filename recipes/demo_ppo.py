@@ -7,13 +7,12 @@
    model's score can be trusted.
 """
 
-import argparse
 import time
 from pathlib import Path
 
 import torch
 
-from fused_rl.recipes import demo, demo_reward
+from fused_rl.recipes import demo, demo_reward, tiny_model
 from fused_rl.trainers import ppo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
@@ -143,9 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     import rich
     import rich.table
 
-    parser = argparse.ArgumentParser(
-        prog="fused-rl demo-ppo", description=str(__doc__).split("\n", 1)[0]
-    )
+    parser = tiny_model.Parser(prog="fused-rl demo-ppo", description=str(__doc__).split("\n", 1)[0])
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it"
     )

@@ -4,12 +4,11 @@ The problems are reasoning-gym's. The right answer is paired with each of severa
 reasoning-gym's own `score_answer` confirms which of the two is better. No problem of a held-out pair is trained on.
 """
 
-import argparse
 import random
 import time
 from pathlib import Path
 
-from fused_rl.recipes import demo, gym
+from fused_rl.recipes import demo, gym, tiny_model
 from fused_rl.trainers import reward
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
@@ -124,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     import rich
     import rich.table
 
-    parser = argparse.ArgumentParser(
+    parser = tiny_model.Parser(
         prog="fused-rl demo-reward", description=str(__doc__).split("\n", 1)[0]
     )
     parser.add_argument(

@@ -7,6 +7,7 @@ It has a chat template, and every trainer takes its folder as a model. It knows 
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.run.command import around
+from fused_rl.trainers.run.parse import HelpPrinted
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT = (PAD, EOS, "<system>", "<user>", "<assistant>")
@@ -80,9 +82,9 @@ def save_llama(
         num_hidden_layers=layers,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 32,
-        # The base of the rotary embeddings is chosen so that the slowest rotation turns about once over all positions.
+        # The base of the rotary embeddings is chosen so that the slowest rotation turns about once over 256 positions.
         # With the usual base, which is for thousands of positions, the slow rotations would hardly turn at all.
-        rope_parameters={"rope_type": "default", "rope_theta": positions / 6.4},
+        rope_parameters={"rope_type": "default", "rope_theta": min(positions, 256) / 6.4},
         max_position_embeddings=positions,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -104,17 +106,26 @@ def texts_of(value: object) -> Iterator[str]:
             yield from texts_of(part)
 
 
+class Parser(argparse.ArgumentParser):
+    """Ends the process after `--help` in the way that `around` knows."""
+
+    def exit(self, status=0, message=None):
+        if message:
+            sys.stderr.write(message)
+        raise HelpPrinted(status)
+
+
 @around("tiny_model")
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m fused_rl.recipes.tiny_model`."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser = Parser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument(
         "--dataset", required=True, help="rows whose texts the tokenizer learns from"
     )
     parser.add_argument("--output_dir", required=True, type=Path, help="new folder of the model")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--max_length", type=int, default=256, help="positions, in tokens")
+    parser.add_argument("--max_length", type=int, default=512, help="positions, in tokens")
     parser.add_argument("--seed", type=int, default=1, help="of the weights")
     given = parser.parse_args(argv)
     if given.output_dir.exists():

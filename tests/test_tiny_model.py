@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fused_rl.recipes import tiny_model
+from fused_rl.recipes import demo, demo_distill, demo_ppo, demo_reward, tiny_model, tool, turns
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from tests.lazy import transformers
 from tests.trainers import tiny
@@ -47,3 +47,12 @@ def test_every_text_can_be_spelled_and_the_template_ends_where_it_must(tmp_path)
     assert sizes == (1, 64, 2, 40) and config.vocab_size == len(tokenizer)
     with pytest.raises(SystemExit, match="model exists; give --output_dir a new folder"):
         tiny_model.main(words)
+
+
+@pytest.mark.parametrize(
+    "recipe", [demo, demo_distill, demo_ppo, demo_reward, tiny_model, tool, turns]
+)
+def test_help_is_no_error(recipe, capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["--help"])
+    assert not ended.value.code and capsys.readouterr().out.startswith("usage: ")
