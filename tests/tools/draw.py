@@ -50,6 +50,7 @@ FORGETTABLE |= {"flatten", "lower", "masked_fill", "strip", "square", "sqrt", "t
 HARMLESS_KEYWORDS = {"desc", "frozen", "num_stages", "num_warps", "strict", "timeout", None}
 MODULES = {"tl", "torch", "math"}
 TYPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "map", "filter"}
+TYPED |= {"promote_types"}  # in any order
 TWINS = {"min": "max", "sum": "mean", "any": "all", "minimum": "maximum", "amin": "amax"}
 TWINS |= {"argmin": "argmax", "cumsum": "cumprod", "floor": "ceil", "zeros": "ones"}
 TWINS |= {"startswith": "endswith", "zeros_like": "ones_like"}

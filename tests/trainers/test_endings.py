@@ -5,18 +5,35 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.run import command, store
 from fused_rl.trainers.run.logger import Logger
+from fused_rl.trainers.run.loop import Run
 from tests.trainers import killed
 from tests.trainers.runs import assert_equal_runs, names, refused, run_config
 
 # The end of a run.
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_processes_end_together_when_one_of_them_is_asked_to(last, monkeypatch):
+    """By a signal or a hook that has failed; a hook that asks to end makes this step the last one."""
+    run = SimpleNamespace(signalled=False, hook_asked_to_end=False, hook_error=None)
+    run.step, run.is_last_step, run.hook_ended = 3, last, False
+    stops = []
+    for asked in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        monkeypatch.setattr(ranks, "gather_processes", lambda own, asked=asked: [own, asked])
+        stops.append(bool(Run._stops(run)))
+        assert run.hook_ended == (asked[1] > last)
+        run.hook_ended = False
+    assert stops == [not last, False, True, False]
 
 
 def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resumed(

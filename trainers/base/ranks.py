@@ -259,7 +259,7 @@ def gather_rows(values: torch.Tensor) -> torch.Tensor:
 def gather_share(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
     """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
     rows = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
-    rows[indices] = values.detach().double().cpu()
+    rows[indices] = values.double().cpu()
     if rank() > 0:
         # The first item is rank 0's; in another share it only fills up.
         rows[:1] = 0
