@@ -50,6 +50,10 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
         "eval/accuracy_greedy": [[0, 0.25], [2, 0.5]],
         "policy/entropy_avg": [[2, 1.0]],
     }
+    # A running mean neither lags behind nor ends early.
+    draw_curves([{"step": i, "reward": i} for i in range(90)], tmp_path / "curves.png")
+    means = made[1].axes[0].lines[0].get_ydata()
+    assert (len(means), *means[[2, 45, 89]]) == (90, 2.5, 45, 87.5)
     assert columns_of(HISTORY[2]) == "reward 0.4  held-out greedy 0.5"
     assert columns_of({"perf/tokens_per_second": 1000.0}) == "tokens/s 1000"
 

@@ -274,11 +274,11 @@ def draw_curves(
             if key.startswith("eval/"):
                 columns = [by_row.get(step, EMPTY).get(key) for step in steps]
                 errors = [error_of(residuals(rows)) if rows else math.nan for rows in columns]
-                axes.errorbar(steps, values, errors, fmt="o-", lw=1, capsize=3, label=key)
+                axes.errorbar(steps, values, errors, fmt="o-", ms=3, lw=1, capsize=3, label=key)
                 continue
-            # The mean of a fifteenth of the run before each step.
-            count = max(len(values) // 15, 1)
-            means = [mean(values[max(i - count, 0) : i]) for i in range(1, len(values) + 1)]
+            # The mean of a fifteenth of the run around each step, so that it does not lag behind.
+            side = len(values) // 30
+            means = [mean(values[max(i - side, 0) : i + side + 1]) for i in range(len(values))]
             (line,) = axes.plot(steps, means, label=key)
             axes.plot(steps, values, color=line.get_color(), alpha=0.25, lw=1)
         axes.legend(fontsize="x-small", framealpha=0.5)
