@@ -49,6 +49,8 @@ def defaults() -> str:
         for given in inspect.signature(each).parameters.values():
             if given.default is not given.empty:
                 have.setdefault(f"{given.name}={given.default!r}", []).append(name)
+    for name in types.Sampler.__annotations__:  # of a sampler of a user's
+        have.setdefault(f"{name}={getattr(types.Sampler, name)!r}", []).append("Sampler")
     return "".join(f"{default}: {' '.join(where)}\n" for default, where in sorted(have.items()))
 
 
