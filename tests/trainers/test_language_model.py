@@ -13,11 +13,11 @@ from fused_rl.trainers.models.language_model import LanguageModel, load_to_sampl
 from fused_rl.trainers.models.logits import keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
-from fused_rl.trainers.policy.reference import Reference
+from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
 from tests.heads import Work
 from tests.lazy import transformers
 from tests.trainers import tiny
-from tests.trainers.steps import EOS
+from tests.trainers.steps import EOS, Plain
 
 CPU = torch.device("cpu")
 LOSS = {"token_loss": lambda logp, _: -logp}
@@ -162,6 +162,21 @@ def test_the_tiles_of_the_loss_serve_the_exact_kl(folders, monkeypatch, case):
     assert len(values) == len(known) and all(map(torch.equal, values, known))
     if case not in ("logits", "sets"):
         assert beside.flop - alone.flop == 2 * 8 * width * vocab
+
+
+@pytest.mark.parametrize("loss_from", ["linear", "logits"])
+def test_the_reference_of_adapters_is_the_model_below_them(loss_from, folders):
+    lm = load(folders, folders[0], loss_from=loss_from, lora_rank=2)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    below = Reference(load(folders, folders[0], loss_from=loss_from))
+    found, expected = (
+        compared(Plain(lm), reference) for reference in (PolicyWithoutAdapters(Plain(lm)), below)
+    )
+    assert expected.kl.max() > 0.01
+    for name in ("kl", "ref_logprobs"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
 
 
 # Scales and caps under names of all kinds, a backbone that its model calls by another way, and more than a product.

@@ -24,7 +24,7 @@ from tests.trainers.steps import EOS, GROUP, LENGTH, TEMPERATURE
 CPU = torch.device("cpu")
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH = 0.3, 0.05, 0.2, 0.3
 BUFFER = 4
-GAMMA, GAE_LAMBDA, DELTA, VALUE_CLIP, MISSING_EOS = 0.99, 0.9, 1.5, 0.2, 0.5
+GAMMA, GAE_LAMBDA, DELTA, VALUE_CLIP, MISSING_EOS = 0.99, 0.9, 1.5, 0.15, 0.5
 COMMON = {
     "prompts_per_step": 4,
     "group_size": GROUP,
