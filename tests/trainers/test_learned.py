@@ -90,6 +90,8 @@ def test_a_run_without_held_out_rows_says_so_and_what_training_shows():
         "did it learn? no held-out figure was measured twice; in training the reward rose from 0.1"
     )
     assert not rising.reports
+    short = watched({}, {}, steps(7, reward=lambda step: step / 40), eval_size=0).learned()
+    assert "0.025 (steps 1 to 3) to 0.125 (steps 5 to 7), a change of +0.1 ± 0.02" in short
     flat = watched({}, {}, steps(reward=lambda step: step % 2), eval_size=0)
     assert "not-learned" in flat.reports
     assert "too few steps to compare" in watched({}, {}, eval_size=0).learned()
