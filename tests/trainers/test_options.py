@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.integrations import openrlhf, transformers, trl, verl
+from fused_rl.integrations import openrlhf, primitives, transformers, trl, verl
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.options import in_words, kinds_of
@@ -46,7 +46,7 @@ def defaults() -> str:
         for name, kind in vars(types).items()
         if inspect.isclass(kind) and kind.__module__ == types.__name__
     }
-    for host in (openrlhf, transformers, trl, verl):
+    for host in (openrlhf, primitives, transformers, trl, verl):
         for name, each in vars(host).items():
             if inspect.isroutine(each) and each.__module__ == host.__name__:
                 called[f"{host.__name__.rpartition('.')[2]}.{name}"] = each
