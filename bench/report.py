@@ -56,8 +56,8 @@ REAL = (
     "template. The time includes TRL's first step on the same rows and checks of the saved model. Token ids equal "
     "TRL's, without the newline that TRL trains after ChatML's end token.\n\n"
     "Differences from TRL are those of the first step: loss, gradient norm (relative), and the largest of a "
-    "log-probability in nats. The first losses of DPO and KTO do not depend on the model; TRL 1.16 has no PPO. GRPO's "
-    "run, killed and resumed, had the same bits."
+    "log-probability in nats, where TRL's embedding of the token it pads with has its gradient too. The first losses of "
+    "DPO and KTO do not depend on the model; TRL 1.16 has no PPO. GRPO's run, killed and resumed, had the same bits."
 )
 # What an implementation of the figure of a GPU leaves out.
 NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}

@@ -30,7 +30,10 @@ def trainer(name: str, model: str, rows: list[dict], folder: Path, config=(), **
     options = OPTIONS | dict(config)
     args = getattr(trl, f"{name}Config")(str(folder), **options)
     dataset = datasets.Dataset.from_list(rows)
-    return getattr(trl, f"{name}Trainer")(model=model, args=args, train_dataset=dataset, **given)
+    made = getattr(trl, f"{name}Trainer")(model=model, args=args, train_dataset=dataset, **given)
+    # The model pads with a token that it also reads, to which transformers gives no gradient, and we do.
+    made.model.get_input_embeddings().padding_idx = None
+    return made
 
 
 def without_newline(made: Any, columns: list[str]) -> list[dict]:

@@ -40,6 +40,7 @@ COMMON = {
     "seed": 1,
 }
 SAMPLED = {"verifiers": SCORER, "max_new_tokens": 16, "prompts_per_step": 2, "group_size": 4}
+SAMPLED |= {"minibatches": 1}  # so that no update stands between the rows of a step
 
 
 @pytest.fixture
