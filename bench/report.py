@@ -52,12 +52,12 @@ QUALITY = (
     "table shows the CPU seconds until the accuracy that every run reached."
 )
 REAL = (
-    "Every trainer runs SmolLM2-135M-Instruct in fp32 on eight questions (`tests/real/tasks.py`), with its own chat "
-    "template. The time includes TRL's first step on the same rows and checks of the saved model. Token ids equal "
-    "TRL's, without the newline that TRL trains after ChatML's end token.\n\n"
+    "Every trainer runs SmolLM2-135M-Instruct in fp32 on eight questions (`tests/real/tasks.py`). The time includes "
+    "TRL's first step on the same rows and checks of the saved model. Token ids equal TRL's, without the newline that "
+    "TRL trains after ChatML's end token.\n\n"
     "Differences from TRL are those of the first step: loss, gradient norm (relative), and the largest of a "
-    "log-probability in nats, where TRL's embedding of the token it pads with has its gradient too. The first losses of "
-    "DPO and KTO do not depend on the model; TRL 1.16 has no PPO. GRPO's run, killed and resumed, had the same bits."
+    "log-probability in nats, where TRL's embedding of the token it pads with has its gradient too. TRL 1.16 has no "
+    "PPO. GRPO's run, killed and resumed, had the same bits."
 )
 # What an implementation of the figure of a GPU leaves out.
 NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}
