@@ -40,7 +40,8 @@ def test_control_characters_are_shown(capsys, tmp_path):
     kept = (tmp_path / "samples.jsonl").read_text()
     assert '"reward": 0.9, "scores": {"f": 0.333333}, "row": "in no table"}' in kept
     # Columns of the row are shown, and what is no control character stands as it reads.
-    assert "так" in out and "слово" in out and "columns" not in out
+    assert out.index("prompt") < out.index("answer") and "так" in out and "слово" in out
+    assert "columns" not in out
     assert '"как?", "columns": {"answer": "так", "kind": "слово"}' in kept
     assert (
         json.loads(kept.splitlines()[0])["prompt"] == HOSTILE

@@ -133,7 +133,7 @@ class Logger:
 
         # The screen shows the end of a long text, which has the answer, with control characters escaped. Scorers may
         # have logged columns for some of the rows only, and columns of the dataset's row stand among the others.
-        rows = [row.get("columns", {}) | row for row in rows]
+        rows = [dict.fromkeys(row) | row.get("columns", {}) | row for row in rows]
         names = [
             name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in IN_FILE_ALONE
         ]
