@@ -72,9 +72,9 @@ def rows_of(op: str, seed: int, steps: int) -> list[dict]:
     evaluate, held_out = module.evaluate, []
     judges = Judge(held_out), Judge(held_out)
 
-    def noted(model, rows, *args):
-        held_out.append(rows)
-        return evaluate(model, rows, *args)
+    def noted(*args, **options):
+        held_out.append(args[1 if op == "grpo" else 2])
+        return evaluate(*args, **options)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

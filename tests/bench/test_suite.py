@@ -1,12 +1,14 @@
 """The commands of the suite: each takes its own options, and wrong ones end with a line."""
 
+import json
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import options, results, trainers
+from bench import machine, options, results, trainers
 
 
 @pytest.mark.parametrize("wrong", ["--dtype bf17", "--shapes 64by1000", "--shapes 0x10", "--budget 0", "--bogus",
@@ -57,3 +59,17 @@ def test_what_does_not_fit_into_the_memory_is_left_out_with_a_line(monkeypatch, 
     ((row,),) = trainers.run_task("grpo", "large head", task, [1])
     assert "needs 2.0 GB of memory, of which 1.0 are free" in row["reason"]
     assert not results.failed([row])
+
+
+@pytest.mark.slow
+def test_the_curves_of_quality_are_measured_on_the_rows_that_ours_holds_out(tmp_path):
+    words = "-m", "bench", "quality", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=machine.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "quality-cpu.json").read_text())["rows"]
+    assert [(row["op"], [step for step, *_ in row["accuracy"]]) for row in rows] == [
+        *[("grpo", [0, 1, 2])] * 2,
+        *[("reward", [0, 1, 2])] * 2,
+    ]

@@ -212,7 +212,9 @@ def test_a_list_is_read_in_blocks(block, tmp_path, monkeypatch):
 
 
 def test_a_large_file_is_encoded_once_with_the_ids_of_a_small_one(files, tmp_path, monkeypatch):
-    path = tiny.jsonl(tmp_path / "d.jsonl", [{"prompt": f"{i}", "answer": "b"} for i in range(1500)])
+    path = tiny.jsonl(
+        tmp_path / "d.jsonl", [{"prompt": f"{i}", "answer": "b"} for i in range(1500)]
+    )
     config, encoder = sft_config(files, tmp_path), Encoder(tiny.tokenizer())
     small = sft.encoded(config, load_rows(path), encoder)
     monkeypatch.setattr(rows, "SMALL", 0)
