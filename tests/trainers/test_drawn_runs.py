@@ -201,11 +201,19 @@ def held_out(folder: Path) -> list[float]:
 COUNT = int(os.environ.get("FUSED_RL_COUNT", 300))
 
 
-@pytest.mark.parametrize(("count", "most"), [(12, 1), slow(100, 4), release(COUNT, 4)])
-def test_a_run_is_the_same_divided_and_resumed(count, most, tmp_path):
+# In parts, so that two workers share them.
+PARTS = [
+    (0, 12, 1),
+    *(slow(first, first + 25, 4) for first in (0, 25, 50, 75)),
+    release(0, COUNT, 4),
+]
+
+
+@pytest.mark.parametrize(("first", "end", "most"), PARTS)
+def test_a_run_is_the_same_divided_and_resumed(first, end, most, tmp_path):
     files = divided.make_files(tmp_path)
-    draws = {tmp_path / str(number): draw(number, files, most) for number in range(count)}
-    if most > 1:
+    draws = {tmp_path / str(number): draw(number, files, most) for number in range(first, end)}
+    if most > 1 and first == 0:
         draws[tmp_path / "found"] = FOUND
     for processes in (1, 2, 4)[:most]:
         several = [item for item in draws.items() if item[1].processes == processes]
