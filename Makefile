@@ -57,9 +57,10 @@ demo-ppo: $(VENV)/installed  #: warm start, reward model, then PPO against it, o
 demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own warm start: under 3 minutes
 	$(BIN)/python -m fused_rl.recipes.demo_distill
 
+# xdist would put files of few tests last, one of which takes a minute.
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 3 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not server" --durations=20
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not server" --durations=20
 	$(ON_DEVICE) -m "not slow"
 
 .PHONY: test-slow
