@@ -49,12 +49,6 @@ def empty(size: tuple[float, float]):
     return Figure(figsize=size, layout="constrained")
 
 
-def panels(count: int, size: tuple[float, float], **options):
-    """A figure that is drawn into a file, and its axes beside one another."""
-    figure = empty(size)
-    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
-
-
 def column(heights: list[int], size: tuple[float, float]):
     """Return a figure and its axes below one another, whose heights are in these proportions."""
     figure = empty(size)
@@ -111,7 +105,7 @@ def shares_of_a_copy(shown: dict[str, dict[str, float]], name: str):
 
 def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str):
     """{case: rows} as one line each, a marker per implementation at `value(row)`, below a roof (value, name)."""
-    figure, (axes,) = panels(1, (8, 2.2 + 0.4 * len(shown)))
+    figure, (axes,) = column([1], (8, 2.2 + 0.4 * len(shown)))
 
     # (value, line) of each implementation.
     points = {}

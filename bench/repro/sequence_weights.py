@@ -76,7 +76,7 @@ def main() -> None:
         for length, of in shares.items()
     ]
     print(f"\nsequences that are kept\n\n{table_of(lines)}")
-    figure, (axes,) = plots.panels(1, (7, 3.2))
+    figure, (axes,) = plots.column([1], (7, 3.2))
     # Lines that are one have one name.
     curves: dict[str, list[float]] = {}
     for name in shares[LENGTHS[0]]:

@@ -132,7 +132,7 @@ class Logger:
             self.board.add_text(f"samples/{number}", text, step)
 
         # The screen shows the end of a long text, which has the answer, with control characters escaped. Scorers may
-        # have logged columns for some of the rows only, and columns of the dataset's row stand among the others.
+        # have logged columns for some of the rows only, and columns of the dataset's row stand behind the others.
         rows = [dict.fromkeys(row) | row.get("columns", {}) | row for row in rows]
         names = [
             name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in IN_FILE_ALONE
